@@ -2,7 +2,8 @@
 
 import sys
 
-OLDEST = (3, 11)  # of pyproject.toml's requires-python; this file keeps to the syntax of older versions
+# Of pyproject.toml's requires-python; this file keeps to the syntax of older versions
+OLDEST = (3, 11)
 FIX = "type make setup, then source .venv/bin/activate"
 
 
@@ -16,7 +17,10 @@ def report(kind, error, traceback, before=sys.excepthook):
 
 
 if sys.version_info[:2] < OLDEST:
-    sys.exit(f"Python {sys.version_info[0]}.{sys.version_info[1]}: this repository needs 3.11 or 3.12; {FIX}")
+    sys.exit(
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}: this repository needs 3.11 or "
+        f"3.12; {FIX}"
+    )
 if sys.argv[:1] == ["-m"]:  # while python -m looks for its module
     sys.excepthook = report
 

@@ -1,8 +1,10 @@
-"""The body of every ``main_<recipe>.py``: from the command line to a run, a dry run, or one line a problem.
+"""The body of every ``main_<recipe>.py``: from the command line to a run, a dry run, or one line a
+problem.
 
     python -m recipes.grpo.main_grpo key=value ...          runs
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
-    python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
+    python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the
+    words occur in
 
 Nothing here imports torch before the configuration is known to be good.
 """
@@ -22,7 +24,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
+from core.config import (
+    Composed,
+    Config,
+    code_by_path,
+    convert,
+    diff,
+    examine,
+    paths,
+    recipes,
+    registry,
+    verl_names,
+)
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show
 from core.errors import (
@@ -43,13 +56,16 @@ log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
 USAGE = """usage: python -m recipes.{recipe}.main_{recipe} [preset=NAME] [key=value ...]
-       python -m recipes.{recipe}.main_{recipe} --help WORD ...    only the keys in which all the words occur
+       python -m recipes.{recipe}.main_{recipe} --help WORD ...
+       (only the keys in which all the words occur)
 
-The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only checks and prints the configuration and
-what the run will need. preset=NAME puts the settings of a file over the recipe's defaults; key=value wins over both.
+The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only checks and prints the
+configuration and what the run will need. preset=NAME puts the settings of a file over the recipe's
+defaults; key=value wins over both.
 Presets: {presets}
 
-keys with their defaults (a list is written [a,b]; text with special characters is quoted: key="'a=b'"):"""
+keys with their defaults (a list is written [a,b]; text with special characters is quoted, as in
+key="'a=b'"):"""
 
 
 def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
@@ -59,8 +75,11 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
     """
     try:
         work(trainer, prepare(recipe, sys.argv[1:], trainer))
-    except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
-        print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
+    except KeyboardInterrupt:
+        # Before the first step, or after the last: in between a signal is a request
+        print(
+            "SIGINT: stopped before the first step; the same command begins again", file=sys.stderr
+        )
         raise SystemExit(130) from None
     except ModuleNotFoundError:  # a package that is not installed has a line of its own
         raise
@@ -73,8 +92,10 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
 
 def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) -> Config:
-    """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
+    """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run
+    or ``--help``."""
+    # A terminal without a character that was typed shows its number
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
         at = next(number for number, text in enumerate(argv) if text in HELP)
@@ -104,13 +125,17 @@ def is_dry_run() -> bool:
 
 
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
+    """Return the problems of a configuration and with what it names; in a dry run with the
+    ``typed`` paths only."""
     from core.plan import model_problems
     from core.tracking.tracker import folder_problem
 
     config = composed.config
-    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
-    absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
+    # These keys hold their defaults
+    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)
+    absent = [
+        line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)
+    ]
     problems = [*composed.problems, *absent]
     if in_the_way := folder_problem(config):
         problems.append(in_the_way)
@@ -125,7 +150,8 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
 
 
 def _missing_here(config: Config) -> list[str]:
-    """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
+    """Return what this machine lacks for a run of the configuration, a line each: key, value, rule,
+    fix."""
     trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
     engine, lines = registry.ENGINES[name], []
     packages = {"trainer.backend=ray": "ray"} if trainer.backend == "ray" else {}
@@ -136,11 +162,14 @@ def _missing_here(config: Config) -> list[str]:
             lines.append(f"{key}: {package} is not installed; make setup installs it where it can")
     if config.needs_engine and engine.problems:
         lines += code_by_path.load_object(engine.problems)(config)
-    if trainer.backend == "local" and trainer.device == "cuda":  # over Ray the driver's own machine may have no GPU
+    # Over Ray the driver's own machine may have no GPU
+    if trainer.backend == "local" and trainer.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            lines.append("trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi")
+            lines.append(
+                "trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi"
+            )
     if no_cluster := paths.address_problem(config):
         lines.append(str(no_cluster))
     elif trainer.backend == "ray" and not lines:
@@ -149,7 +178,8 @@ def _missing_here(config: Config) -> list[str]:
 
 
 def ranks_on_cpus(composed: Composed) -> Problem | None:
-    """Return the problem of ranks that were asked for as GPUs, and will compute on a CPU without a word."""
+    """Return the problem of ranks that were asked for as GPUs, and will compute on a CPU without a
+    word."""
     trainer, key = composed.config.trainer, "trainer.n_gpus_per_node"
     if trainer.backend != "ray" or trainer.device or has_accelerator():
         return None
@@ -161,9 +191,11 @@ def ranks_on_cpus(composed: Composed) -> Problem | None:
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
-    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, hooks, tools, loggers.
+    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function,
+    hooks, tools, loggers.
 
-    As a start does, where data and model are on this machine; else the columns and first rows, and the function.
+    As a start does, where data and model are on this machine; else the columns and first rows, and
+    the function.
     """
     data, custom, problems = config.data, config.custom_reward_function, []
     files, model = [*data.train_files, *data.val_files], config.actor_rollout_ref.model.path
@@ -186,10 +218,16 @@ def open_files(trainer: str, config: Config) -> list[str]:
     tried(check_loggers, config.trainer.logger)
     for path in here if config.generates else ():
         if path in files:
-            tried(lambda path: ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0), path)
+            tried(
+                lambda path: ExampleFile(
+                    path, data.prompt_key, data.reward_fn_key, data.image_key
+                ).example(0),
+                path,
+            )
     if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
         tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
-    if not problems and len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
+    # Which another machine answers
+    if not problems and len(here) > len(files) and not config.reward_model.judged:
         run = load_trainer(trainer)(config)
         tried(run.load_data)
         if not problems:
@@ -208,12 +246,16 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
 
 
 def _notes(composed: Composed) -> dict[str, list[str]]:
-    """Return warnings, keys of other versions with what they were read as, and keys without effect."""
+    """Return warnings, keys of other versions with what they were read as, and keys without
+    effect."""
     read = [
-        f"{key}={show(value, key)}: {', '.join(f'{name}={show(item, name)}' for name, item in settings.items())}"
+        f"{key}={show(value, key)}: "
+        f"{', '.join(f'{name}={show(item, name)}' for name, item in settings.items())}"
         for key, (value, settings) in composed.read.items()
     ]
-    unused = [f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()]
+    unused = [
+        f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()
+    ]
     warnings = [*composed.warnings, *(str(each) for each in [ranks_on_cpus(composed)] if each)]
     return {"warning": warnings, "read as": read, "no effect": unused}
 
@@ -225,17 +267,23 @@ def _report(recipe: str, composed: Composed) -> str:
     config = composed.config
     planned_gpu = DEFAULT_GPU if ranks_on_cpus(composed) else None  # GPUs that are elsewhere
     changes = diff(resolve(recipes.schema_of(recipe)(), recipe), config).items()
-    effective = ((key, old, new) for key, (old, new) in changes if key not in composed.without_effect)
+    effective = (
+        (key, old, new) for key, (old, new) in changes if key not in composed.without_effect
+    )
     no_cluster = paths.address_problem(config)
     blocks = {
-        "differs from the defaults": [f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective],
+        "differs from the defaults": [
+            f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective
+        ],
         **_notes(composed),
         "not checked here": [
             *paths.not_checked(config),
             *([f"cluster: {no_cluster}"] if no_cluster else []),
             *length_notes(config),
         ],
-        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config, planned_gpu),
+        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(
+            config, planned_gpu
+        ),
     }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks.items():
@@ -245,24 +293,43 @@ def _report(recipe: str, composed: Composed) -> str:
 
 
 def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
-    """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
+    """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all
+    of them."""
     presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
-    lines = [] if words else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
+    lines = (
+        []
+        if words
+        else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
+    )
     width = max(40, min(120, shutil.get_terminal_size((120, 24)).columns))
-    wrap = textwrap.TextWrapper(width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    wrap = textwrap.TextWrapper(
+        width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+    )
     others = verl_names.described(recipe)
     for title, entries in (("", explained(recipe, overrides)), ("keys of other versions:", others)):
-        hits = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
+        hits = [
+            entry
+            for entry in entries
+            if all(word.lower() in " ".join(entry).lower() for word in words)
+        ]
         if hits and (words or not title):
             lines += [title] * bool(title)
-            lines += [line for head, text in hits for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))]
+            lines += [
+                line
+                for head, text in hits
+                for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))
+            ]
     if lines:
         return "\n".join(lines), True
-    return f"--help {' '.join(words)}: no key has this in its name, its comment or its choices", False
+    return (
+        f"--help {' '.join(words)}: no key has this in its name, its comment or its choices",
+        False,
+    )
 
 
 def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield ``key=default`` and what is said of it, of every key of the recipe. Defaults are under the overrides."""
+    """Yield ``key=default`` and what is said of it, of every key of the recipe. Defaults are under
+    the overrides."""
     config = examine(recipe, overrides).config
     for key, hint in convert.all_keys(type(config)).items():
         section, said = type(config), []  # a section's description is its keys' too
@@ -285,7 +352,8 @@ def choices(hint: Any) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Lines of a log may quote a model's text, whose control characters must not reach a terminal."""
+    """Lines of a log may quote a model's text, whose control characters must not reach a
+    terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -312,7 +380,8 @@ def work(trainer: str, config: Config) -> None:
 
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
-    """Train to the end, restarting from the run's last checkpoint when a process dies or hangs. Return the trainer."""
+    """Train to the end, restarting from the run's last checkpoint when a process dies or hangs.
+    Return the trainer."""
     limit, restarts = config.trainer.max_restarts, 0
     began_in = os.getcwd()  # a scorer may change it, and paths of data and models are relative
     while True:
@@ -339,9 +408,11 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
 
 
 def _end(error: Exception, run_dir: Path) -> NoReturn:
-    """End the process with a line: with 2 where the input is at fault, 1 where the run or the machine is.
+    """End the process with a line: with 2 where the input is at fault, 1 where the run or the
+    machine is.
 
-    An exception of a user's own code ends with its traceback and a line. Any other one is raised again.
+    An exception of a user's own code ends with its traceback and a line. Any other one is raised
+    again.
     """
     expected = isinstance(error, InputError | UnhealthyRun | OutOfMemory)
     if not expected and (line := fault_of_user(error)) is not None:
@@ -353,15 +424,25 @@ def _end(error: Exception, run_dir: Path) -> NoReturn:
     if isinstance(error, OSError):
         error = write_failed(error, error.filename or run_dir, "a file")
     print(printable(message_of(error)), file=sys.stderr)
-    raise SystemExit(2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1) from error
+    raise SystemExit(
+        2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1
+    ) from error
 
 
 def fault_of_user(error: BaseException) -> str | None:
-    """Return the traceback and a line for an exception that a user's own file raised; None for any other."""
+    """Return the traceback and a line for an exception that a user's own file raised; None for any
+    other."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = next((number for number, frame in enumerate(frames) if code_by_path.is_own(frame.filename)), None)
+    at = next(
+        (number for number, frame in enumerate(frames) if code_by_path.is_own(frame.filename)), None
+    )
     if at is None:
         return None
-    trace = "".join(traceback.format_list(frames[at:])) + "".join(traceback.format_exception_only(error))
+    trace = "".join(traceback.format_list(frames[at:])) + "".join(
+        traceback.format_exception_only(error)
+    )
     where = f"{frames[at].filename}: {frames[at].name} raised {type(error).__name__}"
-    return f"Traceback of your code:\n{trace}{where}; correct it: recipes/README.md has what it is called with"
+    return (
+        f"Traceback of your code:\n{trace}{where}; correct it: recipes/README.md has what it "
+        f"is called with"
+    )

@@ -9,18 +9,25 @@ from pathlib import Path
 
 from core.secret_keys import without_given
 
-# Spaces of other widths, and what joins and parts letters of several scripts, change nothing but how a text looks
+# Spaces of other widths, and what joins and parts letters of several scripts, change nothing but
+# how a text looks
 SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
 
 
 def printable(text: str, but: str = SHOWN) -> str:
-    """Return the text without secrets, with escapes for control characters (except ``but``), which a terminal obeys."""
+    """Return the text without secrets, with escapes for control characters (except ``but``), which
+    a terminal obeys."""
     text = without_given(text)
-    return text if text.isprintable() else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
+    )
 
 
 def one_line(text: str) -> str:
-    """Return the text with escapes for what a terminal cannot show: line breaks, controls, broken characters."""
+    """Return the text with escapes for what a terminal cannot show: line breaks, controls, broken
+    characters."""
     return printable(text, but="")
 
 
@@ -37,7 +44,8 @@ def listed(names: Iterable[str]) -> str:
 class InputError(ValueError):
     """Input that cannot be used: one line a problem, each with key or file, value, rule and fix.
 
-    The launcher prints the lines as they are and exits with 2; every other exception keeps its traceback.
+    The launcher prints the lines as they are and exits with 2; every other exception keeps its
+    traceback.
     """
 
     def __init__(self, problems: str | Sequence[str]):
@@ -51,7 +59,8 @@ def message_of(error: BaseException) -> str:
 
 
 class BrokenInvariant(RuntimeError):
-    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a hook of the user's."""
+    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a
+    hook of the user's."""
 
 
 class WorkersLost(RuntimeError):
@@ -59,7 +68,8 @@ class WorkersLost(RuntimeError):
 
 
 class NoRoom(InputError):
-    """The cluster has no room for the run's processes: it is too small, others hold it, or nodes were lost."""
+    """The cluster has no room for the run's processes: it is too small, others hold it, or nodes
+    were lost."""
 
 
 class UnhealthyRun(RuntimeError):
@@ -70,22 +80,29 @@ class UnhealthyRun(RuntimeError):
 
 
 class WriteFailed(InputError):
-    """A file could not be written: the disk is full, or refuses it. Another try may succeed once there is room."""
+    """A file could not be written: the disk is full, or refuses it. Another try may succeed once
+    there is room."""
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # what no traceback explains better than a line
+# What no traceback explains better than a line
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
-    """Return what to raise in place of an OSError: the file, what it should hold, why it cannot, the space there."""
+    """Return what to raise in place of an OSError: the file, what it should hold, why it cannot,
+    the space there."""
     there = getattr(error, "__notes__", None)  # of another machine's disk nothing is known here
     reason = f"{error.strerror or error}; {', '.join(there) if there else free_space(Path(path))}"
-    return WriteFailed(f"{path}: {what} could not be written ({reason}); make room there, and repeat the command")
+    return WriteFailed(
+        f"{path}: {what} could not be written ({reason}); make room there, and repeat the command"
+    )
 
 
 def free_space(path: Path) -> str:
     """Return the space that is free where a path is or would be, in words."""
-    disk = os.statvfs(next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), "/"))
+    disk = os.statvfs(
+        next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), "/")
+    )
     return f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
 
 
@@ -102,31 +119,45 @@ def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 class OutOfMemory(RuntimeError):
-    """A phase needed more memory than its process had left. Another try would end in the same way."""
+    """A phase needed more memory than its process had left. Another try would end in the same
+    way."""
 
 
-# Phase -> the keys that lower what it needs. They are memory settings, which cannot change the result.
+# Phase -> the keys that lower what it needs. They are memory settings, which cannot change the
+# result.
 _ENGINE = "actor_rollout_ref.rollout.gpu_memory_utilization or max_num_seqs"
 MEMORY_KEYS = {
     **dict.fromkeys(("gen", "gen_ahead", "wait_ahead", "generate", "testing"), _ENGINE),
-    **dict.fromkeys(("old_log_prob", "ref", "update_actor"), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    **dict.fromkeys(
+        ("old_log_prob", "ref", "update_actor"), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    ),
     **dict.fromkeys(("values", "update_critic"), "critic.ppo_max_token_len_per_gpu"),
     "reward_model": "reward_model.forward_max_token_len_per_gpu",
 }
 
 
-def out_of_memory(error: BaseException, phase: str, where: str = "in this process") -> OutOfMemory | None:
-    """Return what to raise in place of an error that is a failed allocation; None for any other error.
+def out_of_memory(
+    error: BaseException, phase: str, where: str = "in this process"
+) -> OutOfMemory | None:
+    """Return what to raise in place of an error that is a failed allocation; None for any other
+    error.
 
-    Recognized by name and text: this module loads no torch, and an error may come from another process.
+    Recognized by name and text: this module loads no torch, and an error may come from another
+    process.
     """
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     allocation = re.search(r"CUDA.*out of memory|can't allocate memory", str(error))
     if isinstance(error, OutOfMemory) or not (named or allocation):
         return None
-    told = one_line(" ".join(str(error).split())[:300]) or type(error).__name__  # with the amounts, if there are any
-    keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
-    return OutOfMemory(f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md has more ({told})")
+    # With the amounts, if there are any
+    told = one_line(" ".join(str(error).split())[:300]) or type(error).__name__
+    keys = MEMORY_KEYS.get(
+        phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state"
+    )
+    return OutOfMemory(
+        f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md "
+        f"has more ({told})"
+    )
 
 
 @contextmanager

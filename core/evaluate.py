@@ -1,9 +1,10 @@
 """Evaluate a model without training it: generate answers to validation questions, and score them.
 
-    python -m core.evaluate generate RECIPE --model MODEL | --run RUN --out ANSWERS.jsonl key=value ...
-    python -m core.evaluate score ANSWERS.jsonl key=value ...
+    python -m core.evaluate generate RECIPE --model MODEL | --run RUN --out ANSWERS.jsonl key=value
+    ... python -m core.evaluate score ANSWERS.jsonl key=value ...
 
-Keys are those of training. A stopped generate makes the missing answers; python -m results.report shows the scores."""
+Keys are those of training. A stopped generate makes the missing answers; python -m results.report
+shows the scores."""
 
 from __future__ import annotations
 
@@ -43,15 +44,35 @@ if TYPE_CHECKING:
     from core.trainer import Trainer
 
 MODEL, PATH = "actor_rollout_ref.model.", "actor_rollout_ref.model.path"
-# Keys that decide an answer beside model, data and prompts, which are compared by content. Recipes' own keys count too.
+# Keys that decide an answer beside model, data and prompts, which are compared by content. Recipes'
+# own keys count too.
 DECIDING = (
-    *("data.max_prompt_length", "data.max_response_length", "data.max_start_length", "data.max_obs_length"),
+    *(
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "data.max_start_length",
+        "data.max_obs_length",
+    ),
     *(f"{MODEL}{name}" for name in ("override_config", "custom_chat_template")),
-    *(f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "ignore_eos", "engine_kwargs", "agent_loop")),
-    *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.multi_turn.", "trainer.seed"),
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("name", "dtype", "ignore_eos", "engine_kwargs", "agent_loop")
+    ),
+    *(
+        "actor_rollout_ref.rollout.val_kwargs.",
+        "actor_rollout_ref.rollout.multi_turn.",
+        "trainer.seed",
+    ),
 )
-# Sections of which nothing is loaded while answers are generated, and those of which something is while they are scored
-UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
+# Sections of which nothing is loaded while answers are generated, and those of which something is
+# while they are scored
+UNREAD = (
+    "custom_reward_function.",
+    "reward_model.",
+    "algorithm.",
+    "actor_rollout_ref.actor.",
+    "critic.",
+)
 REWARDS = ("reward_model.", "custom_reward_function.")
 FORMAT = 1
 OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
@@ -59,11 +80,15 @@ OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure")
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 
-# -- files of answers: a JSON line an answer, and beside it a manifest of what they are answers to and whose ----------
+# -- files of answers: a JSON line an answer, and beside it a manifest of what they are answers to
+# and whose ----------
 
 
-def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str) -> dict[str, Any]:
-    """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not its, its, ..."""
+def answer_line(
+    prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str
+) -> dict[str, Any]:
+    """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not
+    its, its, ..."""
     runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
     return {
         **{name: to_json(getattr(prompt, name)) for name in OF_PROMPT},
@@ -101,7 +126,8 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
 
 
 def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the answers of a file, without lines that are damaged: of a process that was killed in writing, say."""
+    """Return the answers of a file, without lines that are damaged: of a process that was killed in
+    writing, say."""
     return {(row["ordinal"], row["sample"]): row for row in intact_rows(path)[0]}
 
 
@@ -111,7 +137,8 @@ def manifest_path(path: Path) -> Path:
 
 
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """Return the manifest beside a file. Raises InputError where there is none, or it is of another kind of file."""
+    """Return the manifest beside a file. Raises InputError where there is none, or it is of another
+    kind of file."""
     beside = manifest_path(path)
     if not path.is_file():
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
@@ -138,24 +165,32 @@ def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     manifest = read_manifest(path, "answers")
     lines, expected = read_lines(path), manifest["questions"] * manifest["samples"]
     if len(lines) != expected:
-        raise InputError(f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command")
+        raise InputError(
+            f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command"
+        )
     return manifest, list(lines.values())
 
 
 def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
-    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a
+    failure's report."""
     for source in dict.fromkeys(record.data_source for record in records):
         if failed_share(one for one in records if one.data_source == source) == 1:
-            rule = f"the scorer failed on every answer of data_source={source!r}, so that there is no accuracy"
+            rule = (
+                f"the scorer failed on every answer of data_source={source!r}, so that there "
+                f"is no accuracy"
+            )
             raise InputError(f"{path}: {rule}; correct it and score the answers again. {first}")
 
 
-# -- generate -------------------------------------------------------------------------------------------
+# -- generate
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A checked call of ``generate``, of which nothing is loaded yet. ``checkpoint`` is that of a run."""
+    """A checked call of ``generate``, of which nothing is loaded yet. ``checkpoint`` is that of a
+    run."""
 
     recipe: str
     config: Config
@@ -163,8 +198,11 @@ class GenerateCall:
     checkpoint: Checkpoint | None = None
 
 
-def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
-    """Compose and check. The settings of ``--run`` are those of its newest checkpoint, or of the one that it names.
+def request(
+    recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None
+) -> GenerateCall:
+    """Compose and check. The settings of ``--run`` are those of its newest checkpoint, or of the
+    one that it names.
 
     Raises InputError with the problems of the configuration, or the first one of model and file.
     """
@@ -174,7 +212,10 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         raise InputError(f"--out={out}: must end in .jsonl")
     model = model or (None if run else examine(recipe, overrides).given.get(PATH))
     if bool(model) == bool(run):
-        raise InputError("model: give either --model (a folder or hub id) or --run (a run folder or a checkpoint)")
+        raise InputError(
+            "model: give either --model (a folder or hub id) or --run (a run folder "
+            "or a checkpoint)"
+        )
     checkpoint, settings = None, {PATH: model}
     if run is not None:
         checkpoint = find_checkpoint(run, "--run")
@@ -196,8 +237,8 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
 def generate(call: GenerateCall) -> bool:
     """Write the answers that the file lacks. Return whether there was anything to do.
 
-    Lines are appended as answers end; the complete file is in the order of the questions. Raises InputError before a
-    model loads for data, settings and files that do not go together.
+    Lines are appended as answers end; the complete file is in the order of the questions. Raises
+    InputError before a model loads for data, settings and files that do not go together.
     """
     from core.data.prompts import load_val_prompts
     from core.data.vocabulary import policy_template, with_template_date
@@ -214,19 +255,32 @@ def generate(call: GenerateCall) -> bool:
     with ExitStack() as owned:
         if loop is not None:
             owned.callback(loop.close)
-        prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of)
+        prompts = load_val_prompts(
+            config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of
+        )
         check_examples(loop, prompts)
         manifest = _manifest(call, prompts)
         lines = {}
         if out.exists():
             there = read_manifest(out, "answers")
             old, new = there["settings"], manifest["settings"]
-            changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in new if old.get(key) != new[key]]
+            changed = [
+                f"{key} was {old.get(key)}, is {new.get(key)}"
+                for key in new
+                if old.get(key) != new[key]
+            ]
             if changed:
-                raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; give another --out")
+                raise InputError(
+                    f"{out}: was begun with other settings: {'; '.join(changed)}; "
+                    f"give another --out"
+                )
             manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
             lines = read_lines(out)
-        order = {(prompt.ordinal, sample): prompt for prompt in prompts for sample in range(manifest["samples"])}
+        order = {
+            (prompt.ordinal, sample): prompt
+            for prompt in prompts
+            for sample in range(manifest["samples"])
+        }
         missing = [(prompt, key[1]) for key, prompt in order.items() if key not in lines]
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +294,9 @@ def generate(call: GenerateCall) -> bool:
         return bool(missing)
 
 
-async def _answer(run: Trainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: dict) -> None:
+async def _answer(
+    run: Trainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: dict
+) -> None:
     """Make the missing answers; append each to ``lines`` and to the file."""
 
     async def one(prompt: Prompt, sample: int) -> None:
@@ -256,11 +312,15 @@ async def _answer(run: Trainer, missing: Sequence[tuple[Prompt, int]], out: Path
 
 
 @contextmanager
-def answering(config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: Sequence[Prompt]) -> Iterator[Trainer]:
-    """Yield the trainer ``module:class`` with an engine and nothing that learns: its ``generate`` plays the episodes.
+def answering(
+    config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: Sequence[Prompt]
+) -> Iterator[Trainer]:
+    """Yield the trainer ``module:class`` with an engine and nothing that learns: its ``generate``
+    plays the episodes.
 
-    ``trainer.backend`` places the engine in this process or, several of them, in actors of a cluster. Raises InputError
-    for a model or an engine that cannot be had, and for prompts that do not fit into the model's positions.
+    ``trainer.backend`` places the engine in this process or, several of them, in actors of a
+    cluster. Raises InputError for a model or an engine that cannot be had, and for prompts that do
+    not fit into the model's positions.
     """
     from core.cluster.workers import ray_backend
     from core.config.code_by_path import load_object
@@ -270,12 +330,16 @@ def answering(config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: 
 
     run = load_object(trainer)(config)
     run.tokenizer, run.agent_loop = tokenizer, loop
-    check_lengths(config, {"data.val_files": run.room(max(len(prompt.token_ids) for prompt in prompts))})
+    check_lengths(
+        config, {"data.val_files": run.room(max(len(prompt.token_ids) for prompt in prompts))}
+    )
     device = prepare_torch(config.trainer)
     with ExitStack() as owned:
         with memory_phase("load"):
             if config.trainer.backend == "ray":
-                processes = ray_backend("ray_pools").RayProcesses(config, tokenizer, device, learners=False)
+                processes = ray_backend("ray_pools").RayProcesses(
+                    config, tokenizer, device, learners=False
+                )
                 owned.callback(processes.close)
                 engine = processes.engine
             else:
@@ -296,10 +360,19 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         # A hub's id is known by its name
         weights = f"sha256:{base_of(path)}" if is_local(path) or is_url(path) else path
     except FileNotFoundError as error:
-        raise InputError(f"--model={path}: {error}; give a folder that core.export wrote") from error
+        raise InputError(
+            f"--model={path}: {error}; give a folder that core.export wrote"
+        ) from error
     data = run_manifest.data_hashes(call.config.data.val_files)
-    at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
-    hashes = {"model": weights, "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
+    at = call.checkpoint and {
+        "run": str(call.checkpoint.folder.parent),
+        "step": call.checkpoint.step,
+    }
+    hashes = {
+        "model": weights,
+        "data": [one["sha256"] for one in data],
+        "prompts": digest_of(prompts),
+    }
     return {
         "kind": "answers",
         "format": FORMAT,
@@ -315,31 +388,38 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def deciding(config: Config) -> dict[str, Any]:
-    """Return flat key -> value, of the keys that decide an answer: two calls with other values make other answers."""
+    """Return flat key -> value, of the keys that decide an answer: two calls with other values make
+    other answers."""
     core_keys = convert.all_keys(Config)
     return {
         key: value
         for key, value in convert.as_json(config).items()
-        if key.startswith(DECIDING) or (key not in core_keys and not key.endswith(".url"))  # a server may move
+        # A server may move
+        if key.startswith(DECIDING) or (key not in core_keys and not key.endswith(".url"))
     }
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
+    """Return a hash of the questions as the model reads them: tokenizer, template and cutting are
+    in their ids."""
     digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
     for picture in (one for prompt in prompts if prompt.media for one in prompt.media.pictures):
         digest.update(picture.data)
     return digest.hexdigest()
 
 
-# -- score ----------------------------------------------------------------------------------------------
+# -- score
+# ----------------------------------------------------------------------------------------------
 
 
-def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) -> tuple[Path, list[ValRecord]]:
-    """Score a complete file of answers, write ``<answers>.scores-<name>.jsonl`` and return it with its records.
+def score(
+    source: Path, overrides: Sequence[str] = (), name: str | None = None
+) -> tuple[Path, list[ValRecord]]:
+    """Score a complete file of answers, write ``<answers>.scores-<name>.jsonl`` and return it with
+    its records.
 
-    It has a line a question, in the form of a run's ``validation/<step>.jsonl``. The settings of rewards are those of
-    the call that generated, under ``overrides``. Raises InputError.
+    It has a line a question, in the form of a run's ``validation/<step>.jsonl``. The settings of
+    rewards are those of the call that generated, under ``overrides``. Raises InputError.
     """
     from core.rewards.layer import RewardError, RewardLayer
 
@@ -347,13 +427,21 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
     composed = examine(manifest["recipe"], overrides, manifest["config"])
     config = composed.config
     fix = "decides answers, not their scores; leave it out, or generate with it"
-    problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
+    problems = [
+        *composed.problems,
+        *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS)),
+    ]
     if config.reward_model.enable:
-        problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
+        problems.append(
+            "reward_model.enable=True: no model is loaded here; set it to False, or "
+            "validate in a run"
+        )
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(config) if not key.startswith(REWARDS))
-    composition.refuse_code(str(manifest_path(source)), config, manifest["recipe"], overrides, unread)
+    composition.refuse_code(
+        str(manifest_path(source)), config, manifest["recipe"], overrides, unread
+    )
     layer = RewardLayer(config)
     try:
         layer.check([prompt_of(line) for line in answers])
@@ -370,9 +458,20 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
-        **{"kind": "scores", "format": FORMAT, "scorer": label, "scorers": names, "answers": source.name},
-        **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
-        "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)},
+        **{
+            "kind": "scores",
+            "format": FORMAT,
+            "scorer": label,
+            "scorers": names,
+            "answers": source.name,
+        },
+        **{
+            key: manifest[key]
+            for key in ("recipe", "model", "questions", "samples", "data", "settings")
+        },
+        "rewards": {
+            key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)
+        },
         "answers_sha256": file_sha256(source),
         "session": run_manifest.session(),
     }
@@ -394,19 +493,33 @@ async def _scored(layer: RewardLayer, answers: Sequence[dict[str, Any]]) -> list
         return await asyncio.gather(*map(group, questions))
 
 
-# -- the command line -----------------------------------------------------------------------------------
+# -- the command line
+# -----------------------------------------------------------------------------------
 
 
 def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    chosen, model = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.actor_rollout_ref.model.path
+    chosen, model = (
+        call.config.actor_rollout_ref.rollout.val_kwargs,
+        call.config.actor_rollout_ref.model.path,
+    )
     questions = ", ".join(call.config.data.val_files)
-    how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
+    how = (
+        f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}"
+        if chosen.do_sample
+        else "greedy"
+    )
     would = "dry run: it would write " if is_dry_run() else ""
-    print(f"{would}{chosen.n} answers a question of {questions} by {model}, {how}, into {call.out}", flush=True)
+    print(
+        f"{would}{chosen.n} answers a question of {questions} by {model}, {how}, into {call.out}",
+        flush=True,
+    )
     if not is_dry_run():
         worked = generate(call)
-        print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
+        print(
+            f"{args.out}: all answers are there"
+            + ("" if worked else " already; nothing was left to do")
+        )
 
 
 def score_command(args: argparse.Namespace) -> None:
@@ -414,33 +527,49 @@ def score_command(args: argparse.Namespace) -> None:
         print(f"dry run: would score {args.answers}")
         return
     path, records = score(args.answers, args.overrides, args.name)
-    lost = f"; the scorer failed on {share:.1%} of the answers" if (share := failed_share(records)) else ""
+    lost = (
+        f"; the scorer failed on {share:.1%} of the answers"
+        if (share := failed_share(records))
+        else ""
+    )
     print(f"{path}: scores of {len(records)} questions{lost}")
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; ``command`` is the function to call."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m core.evaluate", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        "python -m core.evaluate", description=__doc__, formatter_class=form
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help="What to do.")
     make = commands.add_parser("generate", help="Write answers into a file.")
-    make.add_argument("recipe", metavar="RECIPE", help="The recipe whose configuration and episodes hold: grpo.")
+    make.add_argument(
+        "recipe", metavar="RECIPE", help="The recipe whose configuration and episodes hold: grpo."
+    )
     make.add_argument("--model", help="The Hugging Face folder or hub id of the model.")
-    make.add_argument("--run", help="The run folder (its newest checkpoint) or a global_step_N in it.")
-    make.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
+    make.add_argument(
+        "--run", help="The run folder (its newest checkpoint) or a global_step_N in it."
+    )
+    make.add_argument(
+        "--out", type=written_here, required=True, help="The file to write, ending in .jsonl."
+    )
     make.set_defaults(command=generate_command)
     grade = commands.add_parser("score", help="Score a complete file of answers.")
-    grade.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
+    grade.add_argument(
+        "answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote."
+    )
     grade.add_argument("--name", help="What the file is called after (default: the scorer).")
     grade.set_defaults(command=score_command)
-    args, args.overrides = parser.parse_known_args(arguments)  # keys stand anywhere between the options
+    # Keys stand anywhere between the options
+    args, args.overrides = parser.parse_known_args(arguments)
     if unknown := [text for text in args.overrides if text.startswith("--") or "=" not in text]:
         parser.error(f"not understood: {' '.join(unknown)}; keys are key=value")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, 2 for bad input, 1 for a lost process, or 130 when it was interrupted."""
+    """Run the command. Returns 0, 2 for bad input, 1 for a lost process, or 130 when it was
+    interrupted."""
     args = parsed(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:

@@ -1,4 +1,5 @@
-"""``python -m core.export RUN_OR_CHECKPOINT OUT``: a checkpoint's policy as a Hugging Face folder."""
+"""``python -m core.export RUN_OR_CHECKPOINT OUT``: a checkpoint's policy as a Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from core.learner.saving import ADAPTERS, OPTIMIZER, export_hf
 
 
 def find_checkpoint(source: str | Path, key: str = "source") -> Checkpoint:
-    """Return the checkpoint at a path or URL, or the newest complete one of a run folder. Raises InputError."""
+    """Return the checkpoint at a path or URL, or the newest complete one of a run folder. Raises
+    InputError."""
     return CheckpointStore(Path(source).expanduser()).latest() or checkpoint_at(source, key)
 
 
 def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint:
-    """Write the policy of a checkpoint to the new folder ``out``; adapters are merged into ``base`` (by default where
-    the run found it). Raises InputError."""
+    """Write the policy of a checkpoint to the new folder ``out``; adapters are merged into ``base``
+    (by default where the run found it). Raises InputError."""
     if out.exists():
         raise InputError(f"{out} exists: give the export a new folder")
     found = find_checkpoint(source)
@@ -43,9 +45,15 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m core.export", description="Write a checkpoint's policy as a model.")
+    parser = argparse.ArgumentParser(
+        "python -m core.export", description="Write a checkpoint's policy as a model."
+    )
     add = parser.add_argument
-    add("source", help="The run folder (its newest checkpoint is taken), or a global_step_N, or the URL of one.")
+    add(
+        "source",
+        help="The run folder (its newest checkpoint is taken), or a global_step_N, or "
+        "the URL of one.",
+    )
     add("out", type=written_here, help="The folder to write, which must not exist.")
     add("--base", help="The base model of a LoRA run (default: where the run found it).")
     args = parser.parse_args(arguments)

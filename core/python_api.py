@@ -1,4 +1,5 @@
-"""The Python way in: ``core.train`` runs a recipe with the keys, checks and messages of the command line."""
+"""The Python way in: ``core.train`` runs a recipe with the keys, checks and messages of the command
+line."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def train(
 ) -> FinishedRun:
     """Train a model with a recipe and return the finished run.
 
-    ``data`` and ``val_data`` are a file, or examples with verl's columns. ``reward`` is a file with a
-    function ``compute_score``, or a function with its signature. ``keys`` are keys of the command line.
-    Raises InputError where the command line refuses, and SystemExit where it ends a run.
+    ``data`` and ``val_data`` are a file, or examples with verl's columns. ``reward`` is a file with
+    a function ``compute_score``, or a function with its signature. ``keys`` are keys of the command
+    line. Raises InputError where the command line refuses, and SystemExit where it ends a run.
     """
     from core import command_line
     from core.config import examine, recipes
@@ -52,7 +53,9 @@ def train(
         "actor_rollout_ref.model.path": str(model),
         "data.train_files": _data_file(data),
         "data.val_files": _data_file(val_data) if val_data else [],
-        "custom_reward_function.path": _function_file(reward) if callable(reward) else reward and str(reward),
+        "custom_reward_function.path": _function_file(reward)
+        if callable(reward)
+        else reward and str(reward),
         "custom_reward_function.name": getattr(reward, "__name__", "compute_score"),
         **(keys or {}),
     }

@@ -1,9 +1,9 @@
 """The loop of reinforcement learning. Recipes override its hooks, never ``fit``.
 
-The hooks take and return values: :meth:`RayPPOTrainer.generate`, :meth:`~RayPPOTrainer.shape_reward`,
-:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. A name's last letter
-is its axis: ``P`` prompts, ``N`` tokens. Data, models, answers and validation are those of
-:class:`core.trainer.Trainer`.
+The hooks take and return values: :meth:`RayPPOTrainer.generate`,
+:meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
+:meth:`~RayPPOTrainer.compute_advantages`. A name's last letter is its axis: ``P`` prompts, ``N``
+tokens. Data, models, answers and validation are those of :class:`core.trainer.Trainer`.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ class RayPPOTrainer(Trainer):
         return itertools.chain(self.stream.files.examples(), self.val_prompts)
 
     def init_workers(self) -> RayPPOTrainer:
-        """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
+        """Check the data, the scorers, the hooks and the checkpoint, then load the models and
+        resume.
 
-        Raises InputError, mostly before a model loads, and what a training hook raises on an example.
+        Raises InputError, mostly before a model loads, and what a training hook raises on an
+        example.
         """
         super().init_workers()
         # Batches are checked against the turns that the engine wrote
@@ -111,10 +113,12 @@ class RayPPOTrainer(Trainer):
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
                     train = functools.partial(self.train, groups_P, metrics)
-                    # With max_staleness the next step's first prompts are answered before the update
+                    # With max_staleness the next step's first prompts are answered before the
+                    # update
                     batch, state = ahead.train(train, self.collect_ahead(metrics.step), metrics)
                     self.take_ahead(state)
-                    with metrics.time("update_weights"):  # proved by checksums and a probe, where there are two copies
+                    # Proved by checksums and a probe, where there are two copies
+                    with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
                 ahead.raise_failure()
@@ -139,14 +143,20 @@ class RayPPOTrainer(Trainer):
         return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
+        """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in
+        the reward."""
         algorithm = self.config.algorithm
         penalties_N = None
         if algorithm.use_kl_in_reward:
-            penalties_N, kl_controller, kl_metrics = kl_rewards(batch, self.state.kl_controller, algorithm.kl_penalty)
+            penalties_N, kl_controller, kl_metrics = kl_rewards(
+                batch, self.state.kl_controller, algorithm.kl_penalty
+            )
             self.state = dataclasses.replace(self.state, kl_controller=kl_controller)
             metrics.add(kl_metrics)
-        inputs, shape = advantages.inputs_of(batch, algorithm, penalties_N), batch.response_mask.shape
+        inputs, shape = (
+            advantages.inputs_of(batch, algorithm, penalties_N),
+            batch.response_mask.shape,
+        )
         advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
         if penalties_N is not None:
@@ -156,7 +166,8 @@ class RayPPOTrainer(Trainer):
     # -- phases ----------------------------------------------------------------------------------
 
     def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
-        """Return the step's groups: the lowest ordinals that pass ``keep_group``, regardless of finishing order.
+        """Return the step's groups: the lowest ordinals that pass ``keep_group``, regardless of
+        finishing order.
 
         Sets the state that the next step starts from.
         """
@@ -192,13 +203,16 @@ class RayPPOTrainer(Trainer):
 
     def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
         """Return the groups as a batch, after a check that it is what the engine sampled."""
-        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.config.actor_rollout_ref.actor.state_masking)
+        batch = make_batch(
+            groups_P, self.tokenizer.pad_token_id, self.config.actor_rollout_ref.actor.state_masking
+        )
         checks.batch_is_sampled(groups_P, batch)
         self.turns.check(groups_P)
         return batch
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
+        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads
+        it."""
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
                 log_prob, entropy = self.workers.compute_log_probs(batch)
@@ -214,7 +228,8 @@ class RayPPOTrainer(Trainer):
         return batch
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Weigh or reject tokens whose probability differs between engine and learner, where that is asked for.
+        """Weigh or reject tokens whose probability differs between engine and learner, where that
+        is asked for.
 
         It compares with old log-probs: without them the batch stays as it is.
         """
@@ -231,14 +246,19 @@ class RayPPOTrainer(Trainer):
             checks.finite(batch, "adv", "reward", "advantages", "returns")
         return batch
 
-    def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Measure the step, validate where due, and hand it to the run, which records and saves it."""
+    def complete_step(
+        self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics
+    ) -> None:
+        """Measure the step, validate where due, and hand it to the run, which records and saves
+        it."""
         trainer, step = self.config.trainer, metrics.step
         metrics.add(data_metrics(groups_P, batch))
         self.turns.forget(step - trainer.max_staleness)
         metrics.add(self.entropy_gap(batch, metrics))
         if trace.is_due(trainer.trace, step, self.run.total_steps):
-            trace.dump(self.run.run_dir, step, groups_P, batch, self.tokenizer, trainer.trace.groups)
+            trace.dump(
+                self.run.run_dir, step, groups_P, batch, self.tokenizer, trainer.trace.groups
+            )
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
@@ -258,10 +278,13 @@ class RayPPOTrainer(Trainer):
         A recipe that drops groups may override it.
         """
         wanted, in_flight = self.config.data.train_batch_size, self.config.data.gen_batch_size
-        return CollectLimits(wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False)
+        return CollectLimits(
+            wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False
+        )
 
     async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Answer the prompt of an ordinal ``rollout.n`` times, score the answers and shape the scores.
+        """Answer the prompt of an ordinal ``rollout.n`` times, score the answers and shape the
+        scores.
 
         If the estimator needs it, a greedy answer is scored as well: the group's baseline.
         """
@@ -279,14 +302,18 @@ class RayPPOTrainer(Trainer):
         return tuple(map(self.shape_reward, group.scores, group.trajectories))
 
     def looks_ahead(self, step: int) -> bool:
-        """Return whether the next step's first prompts are answered by the policy that this step updates."""
+        """Return whether the next step's first prompts are answered by the policy that this step
+        updates."""
         return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
 
     def collect_ahead(self, step: int) -> Coroutine[Any, Any, CollectState] | None:
-        """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
+        """Return what answers the next step's first prompts with this step's policy, if
+        ``max_staleness`` allows it."""
         if not self.looks_ahead(step):
             return None
-        return collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
+        return collect_ahead(
+            self.roll_group, self.keep_group, self.collected, self.collect_limits()
+        )
 
     def take_ahead(self, collect_state: CollectState | None) -> None:
         """Go on from what was collected ahead; None if nothing was."""
@@ -296,14 +323,19 @@ class RayPPOTrainer(Trainer):
     # -- what is measured and shown --------------------------------------------------------------
 
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
-        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are apart.
+        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are
+        apart.
 
-        It has no meaning where the engine cuts off part of the distribution, or where answers were chosen by their
-        scores (dropped groups).
+        It has no meaning where the engine cuts off part of the distribution, or where answers were
+        chosen by their scores (dropped groups).
         """
         sampling, roles = self.train_sampling, self.config.actor_rollout_ref
         whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
-        if not whole or metrics.values.get("collect/prompts_dropped") or not roles.actor.state_masking:
+        if (
+            not whole
+            or metrics.values.get("collect/prompts_dropped")
+            or not roles.actor.state_masking
+        ):
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}

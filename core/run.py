@@ -1,7 +1,9 @@
-"""What surrounds the loop: the run's folder, its checkpoints, its record, its health and its signals.
+"""What surrounds the loop: the run's folder, its checkpoints, its record, its health and its
+signals.
 
-A :class:`Run` starts, resumes, records, saves and stops; the trainer holds one. It knows no phase of a step: what it
-needs of the loop arrives as arguments, and it never calls back. Who starts a trainer is ``core/command_line.py``.
+A :class:`Run` starts, resumes, records, saves and stops; the trainer holds one. It knows no phase
+of a step: what it needs of the loop arrives as arguments, and it never calls back. Who starts a
+trainer is ``core/command_line.py``.
 """
 
 from __future__ import annotations
@@ -63,17 +65,20 @@ ADAPTER_KEYS = {
 
 @dataclass(frozen=True)
 class LoopState:
-    """What the loop carries from one step to the next beside the weights: a part of every checkpoint."""
+    """What the loop carries from one step to the next beside the weights: a part of every
+    checkpoint."""
 
     kl_controller: KLController
     collect: CollectState
 
 
 class Run:
-    """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
+    """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the
+    newest checkpoint.
 
-    :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it,
-    :meth:`running` lasts as long as the loop, and :meth:`complete` ends each step.
+    :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads,
+    :meth:`attach` resumes from it, :meth:`running` lasts as long as the loop, and :meth:`complete`
+    ends each step.
     """
 
     def __init__(self, config: Config, state: LoopState):
@@ -83,13 +88,15 @@ class Run:
         self.stop, self.health = GracefulStop(), Health()
         self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of
         self.step = self.total_steps = 0
-        self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
+        # That the epochs hold, where they decide when the run ends
+        self.ordinals: float = float("inf")
         self.stream: PromptStream | None = None  # once it is known
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.updating = False  # since the last complete step: weights may be of no step
         self.saved_step: int | None = None
-        self.has_own_checkpoint = False  # in its folder, so that resume_mode=auto goes on with this run
+        # In its folder, so that resume_mode=auto goes on with this run
+        self.has_own_checkpoint = False
         self.workers: Workers | None = None
         self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
@@ -100,7 +107,8 @@ class Run:
     # -- starting --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Check loggers and the URLs that the run writes to, and fetch what is newer at the run folder's URL than here.
+        """Check loggers and the URLs that the run writes to, and fetch what is newer at the run
+        folder's URL than here.
 
         Before anything opens a file of the run folder. Raises InputError.
         """
@@ -125,10 +133,11 @@ class Run:
         return day and str(day)
 
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
-        """Return the checkpoint to resume from, if any. :meth:`count_steps` came before; no model is loaded yet.
+        """Return the checkpoint to resume from, if any. :meth:`count_steps` came before; no model
+        is loaded yet.
 
-        Raises InputError where the checkpoint is damaged, or is of a run with another base, other data or
-        another objective.
+        Raises InputError where the checkpoint is damaged, or is of a run with another base, other
+        data or another objective.
         """
         trainer, batch_size, prompts = self.trainer, self.config.data.train_batch_size, len(stream)
         self.stream = stream
@@ -137,15 +146,30 @@ class Run:
         if checkpoint is not None:
             if critic and not (checkpoint.folder / "critic").is_dir():
                 rule = "this run trains a critic, which algorithm.adv_estimator decides"
-                raise InputError(f"{checkpoint.folder} holds none: {rule}; set it to that of the run that wrote it")
+                raise InputError(
+                    f"{checkpoint.folder} holds none: {rule}; set it to that of the "
+                    f"run that wrote it"
+                )
             self._compare(checkpoint)
             own = checkpoint.folder.parent == self.store.root
-            if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
+            if (
+                self.remote is not None
+                and own
+                and not trainer.val_only
+                and self.remote.newest < checkpoint.step
+            ):
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
         if min(batch_size, self.ordinals) > prompts:
-            log.warning("data.train_batch_size=%d: a step repeats some of the %d prompts", batch_size, prompts)
+            log.warning(
+                "data.train_batch_size=%d: a step repeats some of the %d prompts",
+                batch_size,
+                prompts,
+            )
         if trainer.save_freq == 0 and not trainer.val_only:
-            log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
+            log.warning(
+                "trainer.save_freq=0: no checkpoint is written, and no weights are kept "
+                "(-1 keeps the last)"
+            )
         print(f"writes to {self.run_dir}", flush=True)
         return checkpoint
 
@@ -168,17 +192,22 @@ class Run:
         allow = self.trainer.resume_with_changes or self.trainer.val_only  # which trains nothing
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
         for change in self.changes:
-            if change.key in ADAPTER_KEYS and (self._adapts(change.key) or change.key.endswith("rank")):
+            if change.key in ADAPTER_KEYS and (
+                self._adapts(change.key) or change.key.endswith("rank")
+            ):
                 raise InputError(
-                    f"{change}: {checkpoint.folder} has other weights and another optimizer than these adapters; take "
-                    "the change back, or export it (python -m core.export) and start a new run from the export"
+                    f"{change}: {checkpoint.folder} has other weights and another optimizer than "
+                    f"these adapters; take "
+                    "the change back, or export it (python -m core.export) and start a new run "
+                    "from the export"
                 )
 
     def _adapts(self, key: str) -> bool:
         return convert.get(self.config, f"{key.rpartition('.')[0]}.lora_rank") > 0
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
-        """Take the models into the run and return the state to go on from, as if the run had never stopped."""
+        """Take the models into the run and return the state to go on from, as if the run had never
+        stopped."""
         self.workers = workers
         self.contents |= bases(self.config)  # of a hub id only now on this machine
         if checkpoint is None:
@@ -186,39 +215,51 @@ class Run:
         self._compare(checkpoint)
         if self.changes:
             changed = "; ".join(map(str, self.changes))
-            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
+            log.warning(
+                "resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed
+            )
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder, self.stream.prompt)
         self.step = self.saved_step = saved.step
         self.has_own_checkpoint = checkpoint.folder.parent == self.store.root
         self.health = Health(**saved.values["health"])
-        carried = saved.carried if self.trainer.max_staleness else {}  # 0 trains no answers of an older policy
+        # 0 trains no answers of an older policy
+        carried = saved.carried if self.trainer.max_staleness else {}
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], carried)
         if self.stream.keeps_tail and self.trainer.total_training_steps is None:
             # The run may have ended with a short batch, and have got more epochs since.
             batch_size, epochs = self.config.data.train_batch_size, self.trainer.total_epochs
             self.total_steps = self.step + self.stream.steps(epochs, batch_size, saved.next_ordinal)
-        self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
+        self.state = LoopState(
+            self.state.kl_controller.with_state(saved.values["kl_controller"]), collect
+        )
         run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
         checkpoint.release()
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
         return self.state
 
     def provenance(self, saved: Provenance | None = None) -> Provenance:
-        """Return which run this is. Until there are workers, ranks and threads are taken to be those ``saved``."""
+        """Return which run this is. Until there are workers, ranks and threads are taken to be
+        those ``saved``."""
         processes = self.workers or saved
         ranks, threads = (processes.ranks, processes.threads) if processes else (0, 0)
-        run = {"seed": self.trainer.seed, "config": convert.as_json(self.config), "contents": self.contents}
+        run = {
+            "seed": self.trainer.seed,
+            "config": convert.as_json(self.config),
+            "contents": self.contents,
+        }
         return Provenance(ranks=ranks, threads=threads, **run)
 
     # -- around the loop -------------------------------------------------------------------------
 
     @contextmanager
     def running(self, *owned: Any) -> Iterator[asyncio.Runner]:
-        """Hold signals, event loop and tracker for the time of the loop, then close them and what is ``owned``.
+        """Hold signals, event loop and tracker for the time of the loop, then close them and what
+        is ``owned``.
 
-        The run's status in its manifest is how the block ended. A requested stop saves first and does not raise;
-        what ends the run while a step collects saves the complete steps first, and is raised again.
+        The run's status in its manifest is how the block ended. A requested stop saves first and
+        does not raise; what ends the run while a step collects saves the complete steps first, and
+        is raised again.
         """
         self.tracker, status = self._open_tracker(), "failed"
         try:
@@ -236,7 +277,9 @@ class Run:
                 except UnhealthyRun as error:
                     if not self.updating:
                         raise
-                    raise UnhealthyRun(f"stopped in step {self.step + 1}: {error}; {self._newest()}") from error
+                    raise UnhealthyRun(
+                        f"stopped in step {self.step + 1}: {error}; {self._newest()}"
+                    ) from error
                 except Exception as error:
                     self._save_complete_steps(error)
                     raise
@@ -261,12 +304,14 @@ class Run:
         if self.saved_step is None:
             return "no checkpoint was written: begin again"
         return (
-            f"the newest checkpoint is that of step {self.saved_step}: the run goes on from it with other settings by "
+            f"the newest checkpoint is that of step {self.saved_step}: the run goes on from it "
+            f"with other settings by "
             "trainer.resume_with_changes=True"
         )
 
     def _save_complete_steps(self, error: Exception) -> None:
-        """Save before an error ends the run, unless weights or processes are not those of a complete step any more."""
+        """Save before an error ends the run, unless weights or processes are not those of a
+        complete step any more."""
         if self.updating or isinstance(error, WorkersLost | WriteFailed):
             return
         try:
@@ -278,7 +323,10 @@ class Run:
         only_validates = self.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
         if self.finished() and not only_validates:
-            text = "the run is finished: step %d of %d is done; raise trainer.total_training_steps or total_epochs"
+            text = (
+                "the run is finished: step %d of %d is done; raise "
+                "trainer.total_training_steps or total_epochs"
+            )
             log.warning(text, self.step, self.total_steps)
         resume_step = self.step if self.saved_step is not None and not only_validates else None
         models = {
@@ -302,19 +350,23 @@ class Run:
             yield StepMetrics(self.step + 1)
 
     def finished(self) -> bool:
-        """Return whether no step is left; with dynamic sampling the epochs may run out of prompts before."""
+        """Return whether no step is left; with dynamic sampling the epochs may run out of prompts
+        before."""
         return self.trainer.val_only or self.is_last(self.step, self.state)
 
     def is_last(self, step: int, state: LoopState) -> bool:
-        """Return whether no step follows: the last one is done, or the epochs have no prompt left."""
+        """Return whether no step follows: the last one is done, or the epochs have no prompt
+        left."""
         return step >= self.total_steps or state.collect.next_ordinal >= self.ordinals
 
     def is_due(self, frequency: int, step: int, state: LoopState) -> bool:
-        """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
+        """Return whether something that happens every ``frequency`` steps, and after the last,
+        happens now."""
         return frequency > 0 and (step % frequency == 0 or self.is_last(step, state))
 
     def lacks_validation(self) -> bool:
-        """Return whether the last recorded step was due a validation and has none: a stop cut it short."""
+        """Return whether the last recorded step was due a validation and has none: a stop cut it
+        short."""
         recorded = 0 < self.step == self.tracker.last_step
         due = self.is_due(self.trainer.test_freq, self.step, self.state)
         due = due and bool(self.config.data.val_files)
@@ -333,7 +385,8 @@ class Run:
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})
         now = time.perf_counter()
-        metrics.add({"timing_s/whole": now - self.line_ended})  # since the line before; a checkpoint is on the next one
+        # Since the line before; a checkpoint is on the next one
+        metrics.add({"timing_s/whole": now - self.line_ended})
         metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
@@ -349,7 +402,8 @@ class Run:
             self._stop_unhealthy(faults[NONFINITE])
 
     def _save_is_due(self, step: int, state: LoopState) -> bool:
-        """Return whether a checkpoint follows the step that led from the run's state to this one."""
+        """Return whether a checkpoint follows the step that led from the run's state to this
+        one."""
         frequency = self.trainer.save_freq
         if frequency == "after_each_epoch":
             size = len(self.stream)
@@ -361,21 +415,33 @@ class Run:
         """Return how the run ended, in a few words."""
         if self.trainer.val_only:
             return f"validated after step {self.step}"
-        return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
+        return (
+            f"{'finished' if self.finished() else 'stopped'} after step {self.step} of "
+            f"{self.total_steps}"
+        )
 
     def save(self) -> None:
-        """Write a checkpoint of the last complete step, unless there is one, and send it to the run folder's URL.
+        """Write a checkpoint of the last complete step, unless there is one, and send it to the run
+        folder's URL.
 
         A run that is killed before it is complete resumes from the one before. Raises WriteFailed.
         """
         if self.step in (0, self.saved_step):
             return
         start, collect = time.perf_counter(), self.state.collect
-        kl_controller, health = self.state.kl_controller.state_dict(), dataclasses.asdict(self.health)
+        kl_controller, health = (
+            self.state.kl_controller.state_dict(),
+            dataclasses.asdict(self.health),
+        )
         values = {"keep_rate": collect.keep_rate, "health": health, "kl_controller": kl_controller}
-        state = run_state.DriverState(self.step, collect.next_ordinal, carried=collect.carried, values=values)
+        state = run_state.DriverState(
+            self.step, collect.next_ordinal, carried=collect.carried, values=values
+        )
         hashes: dict[str, str] = {}
-        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
+        with (
+            memory_phase("save_checkpoint"),
+            self.store.writing(self.step, self.provenance(), hashes) as folder,
+        ):
             hashes.update(self.workers.save(folder))
             state.save(folder)
             run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
@@ -387,7 +453,8 @@ class Run:
     # -- health ----------------------------------------------------------------------------------
 
     def _check_health(self, metrics: StepMetrics) -> Mapping[str, str]:
-        """Compare the step with ``trainer.health``, warn of bounds that are newly crossed, and return all of those."""
+        """Compare the step with ``trainer.health``, warn of bounds that are newly crossed, and
+        return all of those."""
         faults = self.health.check(self.step, metrics.values, self.trainer.health)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(faults), "health/last_healthy_step": last})
@@ -407,12 +474,16 @@ class Run:
             self.save()
         except WriteFailed as error:  # must not hide why the run stops
             saved = f"not saved ({error})"
-        back = f"the last healthy step is {self.health.last_healthy_step}, trainer.resume_from_path goes back to one"
+        back = (
+            f"the last healthy step is {self.health.last_healthy_step}, "
+            f"trainer.resume_from_path goes back to one"
+        )
         raise UnhealthyRun(f"stopped after step {self.step}, {saved}: {text}; {back}")
 
 
 def prepare_torch(trainer: TrainerConfig) -> torch.device:
-    """Set threads and seeds, and return the device. With equal ones a run on the CPU repeats to the bit."""
+    """Set threads and seeds, and return the device. With equal ones a run on the CPU repeats to the
+    bit."""
     torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
     run_state.seed_generators(trainer.seed)
     return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -420,19 +491,27 @@ def prepare_torch(trainer: TrainerConfig) -> torch.device:
 
 # -- signals --------------------------------------------------------------------------------------
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; a scheduler's end of a job, and its warning before
-SAME_S = 10.0  # within which a scheduler's signal that comes again is the same one: srun and shells pass them on
+# Ctrl-C; a scheduler's end of a job, and its warning before
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Within which a scheduler's signal that comes again is the same one: srun and shells pass them on
+SAME_S = 10.0
 ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
-FIRST = ": finishing this step, then saving a checkpoint; the same command continues from it. Once more stops at once."
-AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
+FIRST = (
+    ": finishing this step, then saving a checkpoint; the same command continues from it. "
+    "Once more stops at once."
+)
+AGAIN = (
+    " again: stopping at once; the last complete checkpoint stands, and the same command "
+    "continues from it"
+)
 
 
 class GracefulStop:
     """Turns signals into ``requested``, which the loop reads while a step collects and at its end.
 
-    The same signal within ``SAME_S`` counts once, Ctrl-C excepted. A second signal ends the process at once with
-    status 128 plus its number, without clean-up: the checkpoint layer expects no better. Outside the
-    main thread it does nothing.
+    The same signal within ``SAME_S`` counts once, Ctrl-C excepted. A second signal ends the process
+    at once with status 128 plus its number, without clean-up: the checkpoint layer expects no
+    better. Outside the main thread it does nothing.
     """
 
     def __init__(self) -> None:
@@ -453,18 +532,25 @@ class GracefulStop:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked child inherits this handler: it must die of terminate(), and leave a Ctrl-C to its parent.
+            # A forked child inherits this handler: it must die of terminate(), and leave a Ctrl-C
+            # to its parent.
             if number == signal.SIGTERM:
                 os._exit(ENDED_BY_SIGNAL + number)
             return
         name, now = signal.Signals(number).name, time.monotonic()
-        if self.requested and number != signal.SIGINT and name == self.cause and now - self._heard_at < SAME_S:
+        if (
+            self.requested
+            and number != signal.SIGINT
+            and name == self.cause
+            and now - self._heard_at < SAME_S
+        ):
             return
         again = self.requested
         self.requested = True
         self.cause = name
         self._heard_at = now
         with suppress(OSError):  # nobody may read it any more
-            os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())  # safe while it interrupts a print
+            # Safe while it interrupts a print
+            os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())
         if again:
             os._exit(ENDED_BY_SIGNAL + number)

@@ -1,7 +1,8 @@
 """Dumps the tokens of chosen steps (``trainer.trace``) for the page of ``python -m results.trace``.
 
-A dump is ``<run>/trace/step_<n>.json.gz``: a few groups of the step and, for each of their tokens, what
-the batch held when it trained. Texts of tokens are part of it, so that a reader needs no tokenizer.
+A dump is ``<run>/trace/step_<n>.json.gz``: a few groups of the step and, for each of their tokens,
+what the batch held when it trained. Texts of tokens are part of it, so that a reader needs no
+tokenizer.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def is_due(options: TraceConfig, step: int, last_step: int) -> bool:
 
 
 def chosen_groups(groups: Sequence[ScoredGroup], count: int) -> list[int]:
-    """Return the indices of the groups to dump: that of the lowest mean score, and ``count`` others.
+    """Return the indices of the groups to dump: that of the lowest mean score, and ``count``
+    others.
 
-    The others are chosen by a hash of the question, so that steps and runs show the same ones where they can.
+    The others are chosen by a hash of the question, so that steps and runs show the same ones where
+    they can.
     """
     indices = range(len(groups))
     worst = min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i]))
@@ -70,12 +73,21 @@ def dump(
         group = groups[index]
         (sequences,) = (batch.group == index).nonzero(as_tuple=True)
         trajectories = [
-            {**_described(trajectory, score), **_tokens(columns, span, len(trajectory.prompt_ids), tokenizer)}
-            for trajectory, score, span in zip(group.trajectories, group.scores, batch.spans(sequences), strict=True)
+            {
+                **_described(trajectory, score),
+                **_tokens(columns, span, len(trajectory.prompt_ids), tokenizer),
+            }
+            for trajectory, score, span in zip(
+                group.trajectories, group.scores, batch.spans(sequences), strict=True
+            )
         ]
         prompt = group.prompt
         question = prompt.messages[-1].get("content", "") if prompt.messages else ""
-        about = {"uid": prompt.uid, "data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
+        about = {
+            "uid": prompt.uid,
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+        }
         content["groups"].append({**about, "question": question, "trajectories": trajectories})
 
     def write() -> None:
@@ -93,7 +105,9 @@ def _described(trajectory: Trajectory, score: Score) -> dict[str, Any]:
     return {**about, "stop": trajectory.stop.value, "turns": trajectory.turns}
 
 
-def _tokens(columns: Mapping[str, Tensor], span: slice, prompt_length: int, tokenizer: Any) -> dict[str, Any]:
+def _tokens(
+    columns: Mapping[str, Tensor], span: slice, prompt_length: int, tokenizer: Any
+) -> dict[str, Any]:
     """Return the texts of a response's tokens and what the batch holds of each."""
     response = slice(span.start + prompt_length, span.stop)
     ids = columns["input_ids"][response].tolist()

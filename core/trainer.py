@@ -1,8 +1,8 @@
 """What every trainer has: data, models, a run, answers to questions, and validation.
 
 :class:`Trainer` has no loop. ``core/ray_trainer.py`` adds the loop of reinforcement learning, and
-``recipes/sft`` that of fine-tuning. Starting, resuming, recording, saving and stopping belong to the
-:class:`core.run.Run` that a trainer holds.
+``recipes/sft`` that of fine-tuning. Starting, resuming, recording, saving and stopping belong to
+the :class:`core.run.Run` that a trainer holds.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Trainer:
     """Data, models, a run, answers and validation.
 
-    ``Trainer(config, state).init_workers()`` checks the data, loads the models and finds the checkpoint
-    to resume from. ``state`` is what the loop carries between steps, at its beginning.
+    ``Trainer(config, state).init_workers()`` checks the data, loads the models and finds the
+    checkpoint to resume from. ``state`` is what the loop carries between steps, at its beginning.
     """
 
     def __init__(self, config: Config, state: LoopState):
@@ -104,7 +104,8 @@ class Trainer:
         return self
 
     def load_data(self) -> None:
-        """Load tokenizer, examples and scorers, and check them with each other. Raises InputError."""
+        """Load tokenizer, examples and scorers, and check them with each other. Raises
+        InputError."""
         model = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model)
         self.set_template_date(policy_template(self.config.data, self.tokenizer))
@@ -112,7 +113,9 @@ class Trainer:
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
         tools_of = self.agent_loop and self.agent_loop.tools_of
         self.stream = self.load_stream()
-        self.val_prompts = load_val_prompts(self.config.data, self.tokenizer, self.modality, tools_of)
+        self.val_prompts = load_val_prompts(
+            self.config.data, self.tokenizer, self.modality, tools_of
+        )
         check_examples(self.agent_loop, self.answered_examples())
         self.reward = RewardLayer(self.config)
         self.reward.check(self.answered_examples(), self.tokenizer)
@@ -123,7 +126,8 @@ class Trainer:
         self.run.count_steps(self.stream)
 
     def set_template_date(self, template: Any) -> None:
-        """Set and record the date that a chat template writes, which stays that of the first start."""
+        """Set and record the date that a chat template writes, which stays that of the first
+        start."""
         self.config = with_template_date(self.config, template, self.run.recorded_date())
         self.run.config = self.config
 
@@ -132,11 +136,13 @@ class Trainer:
         raise NotImplementedError
 
     def answered_examples(self) -> Iterable[Example | Prompt]:
-        """Return the examples that the policy answers: those of validation, and what training adds."""
+        """Return the examples that the policy answers: those of validation, and what training
+        adds."""
         return self.val_prompts
 
     def longest(self) -> dict[str, tuple[int, int]]:
-        """Return, by the key of their files, the tokens of the longest prompt and of what may follow."""
+        """Return, by the key of their files, the tokens of the longest prompt and of what may
+        follow."""
         lengths = {"data.train_files": self.room(self.stream.files.longest)}
         if self.val_prompts:
             longest_question = max(len(prompt.token_ids) for prompt in self.val_prompts)
@@ -157,23 +163,34 @@ class Trainer:
 
     def attach_engine(self, engine: Any) -> None:
         """Sample from this engine from now on."""
-        if self.reward is not None and self.reward.in_process and isinstance(engine, InProcessEngine):
+        if (
+            self.reward is not None
+            and self.reward.in_process
+            and isinstance(engine, InProcessEngine)
+        ):
             self.clock = BusyClock("reward", "decode")  # scoring holds up an engine of this process
         seed = self.config.trainer.seed
-        self.sampler = TrajectorySampler(engine, self.tokenizer, seed, self.agent_loop, self.barrier)
+        self.sampler = TrajectorySampler(
+            engine, self.tokenizer, seed, self.agent_loop, self.barrier
+        )
         make_deterministic(self.config, engine, self.barrier)
 
     # -- answers ---------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
+    async def generate(
+        self, prompt: Prompt, sample_index: int, sampling: SamplingParams
+    ) -> Trajectory:
         """Return one trajectory: an episode of the agent loop if there is one, else one turn."""
         length = self.config.data.max_response_length
-        return await self.sampler.sample(prompt, sample_index, sampling, Limits(length, turn=length))
+        return await self.sampler.sample(
+            prompt, sample_index, sampling, Limits(length, turn=length)
+        )
 
     async def score_answers(
         self, prompt: Prompt, sample_indices: Iterable[int], sampling: SamplingParams
     ) -> ScoredGroup:
-        """Return a scored answer for each sample index; each is scored while others still decode."""
+        """Return a scored answer for each sample index; each is scored while others still
+        decode."""
 
         async def scored_answer(sample_index: int) -> tuple[Trajectory, Score]:
             with self.clock.busy("decode"):
@@ -190,7 +207,8 @@ class Trainer:
     # -- updates ---------------------------------------------------------------------------------
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Take the critic's optimizer steps, and the policy's from step ``trainer.critic_warmup`` on.
+        """Take the critic's optimizer steps, and the policy's from step ``trainer.critic_warmup``
+        on.
 
         As in verl. The policy's own warm-up begins with its first step.
         """
@@ -228,7 +246,8 @@ class Trainer:
             record(metrics)
 
     def validate_and_complete(self, metrics: StepMetrics) -> None:
-        """Validate where due, and hand the step to the run, also if the validation stops or fails."""
+        """Validate where due, and hand the step to the run, also if the validation stops or
+        fails."""
         failure = None
         due = self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state)
         if self.val_prompts and due:

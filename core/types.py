@@ -1,12 +1,15 @@
-"""The values that flow through the loop, and the one alignment rule. Imports no torch: scorers and reports use it too.
+"""The values that flow through the loop, and the one alignment rule. Imports no torch: scorers and
+reports use it too.
 
-Axes, which a tensor's name carries: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``N``
-tokens of all sequences, one sequence after another; padded to the longest sequence a tensor is ``[B, T]``.
+Axes, which a tensor's name carries: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P *
+G`` sequences, ``N`` tokens of all sequences, one sequence after another; padded to the longest
+sequence a tensor is ``[B, T]``.
 
-**Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob is
-``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token ``n`` is chosen, so
-both come from the hidden state at ``n - 1``. That shift happens in exactly one function
-(``core.learner.packing.predicting_tokens``); nothing else in the repository moves a tensor by one.
+**Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob
+is ``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token
+``n`` is chosen, so both come from the hidden state at ``n - 1``. That shift happens in exactly one
+function (``core.learner.packing.predicting_tokens``); nothing else in the repository moves a tensor
+by one.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Stop(str, Enum):
     LENGTH = "length"  # the token budget ran out: the response is truncated
     ABORT = "abort"  # given up before it ended; never trained on
 
-    def __reduce_ex__(self, protocol):  # Python 3.11.2 would store a call of getattr, which torch does not load
+    # Python 3.11.2 would store a call of getattr, which torch does not load
+    def __reduce_ex__(self, protocol):
         return type(self), (self.value,)
 
 
@@ -47,7 +51,8 @@ class Stop(str, Enum):
 class Prompt:
     """One question, tokenised once."""
 
-    ordinal: int  # its number in the order of drawing; with the run's seed it decides sampling seeds and all else
+    # Its number in the order of drawing; with the run's seed it decides sampling seeds and all else
+    ordinal: int
     uid: str  # names the example, so that the same question can be paired across runs
     token_ids: tuple[int, ...]
     messages: tuple[Mapping[str, Any], ...]
@@ -55,8 +60,10 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
-    media: Any = None  # core.vision.pictures.Pictures, in the order of their placeholders in ``token_ids``; None: none
-    opened_tag: str | None = None  # a tag such as <think> that the prompt's end opens and the policy has to close
+    # core.vision.pictures.Pictures, in the order of their placeholders in ``token_ids``; None: none
+    media: Any = None
+    # A tag such as <think> that the prompt's end opens and the policy has to close
+    opened_tag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,19 +81,26 @@ class Trajectory:
     prompt_ids: np.ndarray  # [len(prompt)] int32
     response_ids: np.ndarray  # [R] int32: everything after the prompt, tool output included
     response_mask: np.ndarray  # [R] bool: True where the policy wrote the token
-    logprobs: np.ndarray  # [R] float32: the engine's, under the distribution it sampled from; 0 elsewhere
+    # [R] float32: the engine's, under the distribution it sampled from; 0 elsewhere
+    logprobs: np.ndarray
     segments: tuple[Segment, ...]
     stop: Stop
     policy_version: int
     seed: int
     turns: int = 1
     tool_calls: int = 0
-    user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
+    # What a simulated user gave the policy's turns, in their order
+    user_scores: tuple[float, ...] = ()
     tool_rewards: tuple[float, ...] = ()  # what tools gave the policy's calls, in their order
     failure: str = ""  # why it has no score whatever it says: a simulated user failed, for example
 
     def __post_init__(self) -> None:
-        dtypes = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "logprobs": np.float32}
+        dtypes = {
+            "prompt_ids": np.int32,
+            "response_ids": np.int32,
+            "response_mask": np.bool_,
+            "logprobs": np.float32,
+        }
         for name, dtype in dtypes.items():
             value = np.array(getattr(self, name), dtype=dtype)
             value.flags.writeable = False
@@ -95,7 +109,8 @@ class Trajectory:
             raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
-        """Return a short text: asyncio of Python 3.11 formats a step's groups, which took longer than collecting."""
+        """Return a short text: asyncio of Python 3.11 formats a step's groups, which took longer
+        than collecting."""
         return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property
@@ -136,7 +151,8 @@ class ScoredGroup:
 
 @dataclass(frozen=True, eq=False)
 class Dropped:
-    """What is kept of a group that did not pass: the oldest policy version among its samples, and their tokens."""
+    """What is kept of a group that did not pass: the oldest policy version among its samples, and
+    their tokens."""
 
     version: int
     tokens: int
@@ -148,20 +164,23 @@ def token_field(phase: str) -> Any:
 
 
 def sequence_field(phase: str) -> Any:
-    """Declare a field of a batch with one entry for each of its B sequences, which ``phase`` sets."""
+    """Declare a field of a batch with one entry for each of its B sequences, which ``phase``
+    sets."""
     return field(init=False, metadata={"axes": "B", "phase": phase})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
-    """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
+    """What a step trains on: the tokens of all sequences, one sequence after another, without
+    padding.
 
-    Phases set fields with :meth:`adding`. A field that is read before its phase has set it raises an
-    error that names the phase; :meth:`has` tells which are set. Two phases replace a field: rollout
-    correction takes rejected tokens out of ``loss_mask``, and a KL penalty lowers ``reward``.
+    Phases set fields with :meth:`adding`. A field that is read before its phase has set it raises
+    an error that names the phase; :meth:`has` tells which are set. Two phases replace a field:
+    rollout correction takes rejected tokens out of ``loss_mask``, and a KL penalty lowers
+    ``reward``.
 
-    A batch is pickled as numpy arrays, whose memory Ray shares between the processes of a node. What
-    was cut from a larger batch does not carry the rest of it along.
+    A batch is pickled as numpy arrays, whose memory Ray shares between the processes of a node.
+    What was cut from a larger batch does not carry the rest of it along.
 
     Shapes: a token field has [N] entries (prompts included), a sequence field [B]. Ids are int32,
     masks bool, ``group`` int64, all others float32. Token fields of numbers are 0
@@ -210,7 +229,8 @@ class TrainBatch:
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError for a field that is not set, which names the phase that sets it."""
+            """Raise AttributeError for a field that is not set, which names the phase that sets
+            it."""
             if name not in BATCH_FIELDS:
                 raise AttributeError(f"TrainBatch has no field {name!r}")
             phase = BATCH_FIELDS[name].metadata["phase"]
@@ -252,7 +272,9 @@ class TrainBatch:
             axes = BATCH_FIELDS[name].metadata["axes"]
             shape = (len(self) if axes == "B" else self.tokens,)
             if tuple(value.shape) != shape:
-                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {shape} ({axes})")
+                raise ValueError(
+                    f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {shape} ({axes})"
+                )
             stored[name] = value.int() if name == "input_ids" else value
         return self._with(stored)
 
@@ -262,7 +284,8 @@ class TrainBatch:
         return self._with({name: value for name, value in self.stored.items() if name in kept})
 
     def rows(self, index: Any) -> TrainBatch:
-        """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
+        """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every
+        field that is set.
 
         Tokens of neighbours are a view of this batch.
         """
@@ -276,7 +299,8 @@ class TrainBatch:
                 return value[rows]
             if neighbours and spans:
                 return value[spans[0].start : spans[-1].stop]
-            # Copied sequence by sequence: an index of every token would take 8 bytes each, and ten times as long.
+            # Copied sequence by sequence: an index of every token would take 8 bytes each, and ten
+            # times as long.
             return torch.cat([value[span] for span in spans]) if spans else value[:0]
 
         return self._map(chosen, self.lengths[rows])
@@ -284,16 +308,26 @@ class TrainBatch:
     def spans(self, rows: Tensor) -> list[slice]:
         """Return where the tokens of each of these sequences are in a field of tokens."""
         ends = self.lengths.cumsum(0)
-        return [slice(*both) for both in zip((ends - self.lengths)[rows].tolist(), ends[rows].tolist(), strict=True)]
+        return [
+            slice(*both)
+            for both in zip((ends - self.lengths)[rows].tolist(), ends[rows].tolist(), strict=True)
+        ]
 
     def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Write values of the tokens of these sequences, in their order, to their places in a tensor of all tokens."""
-        for span, part in zip(self.spans(rows), values.split(self.lengths[rows].tolist()), strict=True):
+        """Write values of the tokens of these sequences, in their order, to their places in a
+        tensor of all tokens."""
+        for span, part in zip(
+            self.spans(rows), values.split(self.lengths[rows].tolist()), strict=True
+        ):
             target_N[span] = part
 
     def blank_row(self) -> TrainBatch:
-        """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
-        blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "N" else 1), self.lengths.new_full((1,), 2))
+        """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields
+        of this batch."""
+        blank = self._map(
+            lambda value, axes: value.new_zeros(2 if axes == "N" else 1),
+            self.lengths.new_full((1,), 2),
+        )
         return blank._with(blank.stored, media={})
 
     def to(self, device: Any) -> TrainBatch:
@@ -301,13 +335,15 @@ class TrainBatch:
         return self._map(lambda value, axes: value.to(device, non_blocking=True), lengths)
 
     def _map(self, f: Callable[[Tensor, str], Tensor], lengths: Tensor) -> TrainBatch:
-        """Return a batch whose fields are ``f(field, axes)`` and whose sequences have ``lengths``."""
+        """Return a batch whose fields are ``f(field, axes)`` and whose sequences have
+        ``lengths``."""
         axes = {name: BATCH_FIELDS[name].metadata["axes"] for name in self.stored}
         stored = {name: f(value, axes[name]) for name, value in self.stored.items()}
         return self._with(stored, lengths=lengths)
 
     def _with(self, stored: Mapping[str, Tensor], **changes: Any) -> TrainBatch:
-        """Return a batch with exactly the fields ``stored``; ``changes`` are arguments of the class."""
+        """Return a batch with exactly the fields ``stored``; ``changes`` are arguments of the
+        class."""
         same = {"lengths": self.lengths, "pad_id": self.pad_id, "media": self.media}
         batch = TrainBatch(**{**same, **changes})
         vars(batch).update(stored)
@@ -319,7 +355,12 @@ class TrainBatch:
             groups_here = set(self.group.tolist())
             media = {group: value for group, value in media.items() if group in groups_here}
         arrays = {name: value.cpu().numpy() for name, value in self.stored.items()}
-        return {"lengths": self.lengths.cpu().numpy(), "arrays": arrays, "pad_id": self.pad_id, "media": media}
+        return {
+            "lengths": self.lengths.cpu().numpy(),
+            "arrays": arrays,
+            "pad_id": self.pad_id,
+            "media": media,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import torch
@@ -333,7 +374,8 @@ class TrainBatch:
 
 
 def pad(value_N: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
-    """Return [B, T] of the tokens of B sequences, padded on the right to the longest; differentiable."""
+    """Return [B, T] of the tokens of B sequences, padded on the right to the longest;
+    differentiable."""
     mask_BT = token_places(lengths_B)
     return value_N.new_full(mask_BT.shape, fill).masked_scatter(mask_BT, value_N)
 
@@ -346,7 +388,9 @@ def token_places(lengths_B: Tensor) -> Tensor:
     return torch.arange(longest, device=lengths_B.device) < lengths_B[:, None]
 
 
-BATCH_FIELDS = {part.name: part for part in dataclasses.fields(TrainBatch) if "phase" in part.metadata}
+BATCH_FIELDS = {
+    part.name: part for part in dataclasses.fields(TrainBatch) if "phase" in part.metadata
+}
 
 
 class StepMetrics:
@@ -367,7 +411,8 @@ class StepMetrics:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Record ``timing_s/<phase>``, also where the phase raises; a failed allocation raises OutOfMemory."""
+        """Record ``timing_s/<phase>``, also where the phase raises; a failed allocation raises
+        OutOfMemory."""
         start = time.perf_counter()
         try:
             with memory_phase(phase):

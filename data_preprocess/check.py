@@ -2,7 +2,8 @@
 
     python -m data_preprocess.check FILE... [--tokenizer PATH] [--max_prompt_length N]
 
-Exit status: 0; 1 where a file has a problem (a note, such as copies of a question, is none); 2 for wrong arguments.
+Exit status: 0; 1 where a file has a problem (a note, such as copies of a question, is none); 2 for
+wrong arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Findings:
     contents: dict[str, set[str]] = field(default_factory=dict)  # prompt hash -> content hashes
     names: dict[str, set[str]] = field(default_factory=dict)  # name -> content hashes
     problems: Problems = field(default_factory=Problems)
-    remarks: Problems = field(default_factory=lambda: Problems(shown=3))  # on ground truths that can be graded
+    # On ground truths that can be graded
+    remarks: Problems = field(default_factory=lambda: Problems(shown=3))
 
 
 def inspect(
@@ -44,7 +46,8 @@ def inspect(
     reward_fn_key: str = "data_source",
     any_source: bool = False,
 ) -> Findings:
-    """Count a file's rows and collect their problems. Raises InputError where it cannot be read at all."""
+    """Count a file's rows and collect their problems. Raises InputError where it cannot be read at
+    all."""
     file = ExampleFile(path, prompt_key, reward_fn_key)
     findings = Findings(rows=len(file))
     for row in file.examples(findings.problems):
@@ -66,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         encoder = _encoder(args.tokenizer) if args.tokenizer else None
     except (OSError, ValueError) as error:
-        print(f"--tokenizer={args.tokenizer}: no tokenizer could be loaded from it ({error})", file=sys.stderr)
+        print(
+            f"--tokenizer={args.tokenizer}: no tokenizer could be loaded from it ({error})",
+            file=sys.stderr,
+        )
         return 2
     bad, seen = 0, {}
     for path in args.files:
@@ -83,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if shared:
                 print(f"  note          {shared} prompts are also in {other}")
         seen[path] = set(findings.prompts)
-        print(printable("\n".join(f"  problem       {line}" for line in lines)) or "  problems      none")
+        print(
+            printable("\n".join(f"  problem       {line}" for line in lines))
+            or "  problems      none"
+        )
         bad += bool(lines)
     return 1 if bad else 0
 
@@ -91,23 +100,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m data_preprocess.check",
-        description="Check files of examples, parquet or JSON lines: counts, lengths, copies, problems.",
+        description="Check files of examples, parquet or JSON lines: counts, lengths, copies, "
+        "problems.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="The files to check.")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="Count tokens too, with the chat template of this tokenizer."
+        "--tokenizer",
+        metavar="PATH",
+        help="Count tokens too, with the chat template of this tokenizer.",
     )
     parser.add_argument(
-        "--max_prompt_length", type=int, metavar="N", help="Count the prompts of more tokens than this."
+        "--max_prompt_length",
+        type=int,
+        metavar="N",
+        help="Count the prompts of more tokens than this.",
     )
     parser.add_argument(
-        "--prompt_key", default="prompt", help="The column that data.prompt_key names (default %(default)s)."
+        "--prompt_key",
+        default="prompt",
+        help="The column that data.prompt_key names (default %(default)s).",
     )
     parser.add_argument(
-        "--reward_fn_key", default="data_source", help="The column that data.reward_fn_key names (default %(default)s)."
+        "--reward_fn_key",
+        default="data_source",
+        help="The column that data.reward_fn_key names (default %(default)s).",
     )
     parser.add_argument(
-        "--any_source", action="store_true", help="Accept any data_source, because a custom reward function scores."
+        "--any_source",
+        action="store_true",
+        help="Accept any data_source, because a custom reward function scores.",
     )
     args = parser.parse_args(argv)
     if args.max_prompt_length is not None and not args.tokenizer:
@@ -132,16 +153,23 @@ def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
         findings.tokens.append(len(encoder.encode(row.prompt)))
     except ChatError as error:
         fix = "mend the roles, or set another chat template"
-        findings.problems.add(row.file, "the chat template refuses a prompt", fix, row.number, str(error))
+        findings.problems.add(
+            row.file, "the chat template refuses a prompt", fix, row.number, str(error)
+        )
 
 
 def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
-    """Collect problems of the ground truth: its own, and those that the scorer of its data source reports."""
+    """Collect problems of the ground truth: its own, and those that the scorer of its data source
+    reports."""
     from reward_scores import UnknownDataSource, scorer_for
 
     gold, problems = row.ground_truth, findings.problems
-    if gold is not None and not (gold.strip() if isinstance(gold, str) else gold or gold in (0, False)):
-        problems.add(row.file, "the ground truth is empty", "fill it or leave the row out", row.number)
+    if gold is not None and not (
+        gold.strip() if isinstance(gold, str) else gold or gold in (0, False)
+    ):
+        problems.add(
+            row.file, "the ground truth is empty", "fill it or leave the row out", row.number
+        )
         return
     if any_source:
         return
@@ -155,7 +183,10 @@ def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
         rule = f"reward_model.ground_truth: the scorer of {row.data_source} cannot grade a row"
         problems.add(row.file, rule, "correct the row or leave it out", row.number, complaint)
     elif remark := scorer.note_ground_truth(gold):
-        rule, fix = "a gold answer is graded in a special way", "look whether it is the answer that was meant"
+        rule, fix = (
+            "a gold answer is graded in a special way",
+            ("look whether it is the answer that was meant"),
+        )
         findings.remarks.add("reward_model.ground_truth", rule, fix, row.number, remark)
 
 
@@ -167,7 +198,11 @@ def _report(findings: Findings, limit: int | None) -> list[str]:
         f"  characters    {_spread(findings.characters)}",
     ]
     if findings.tokens:
-        over = f"; {sum(n > limit for n in findings.tokens)} longer than {limit}" if limit is not None else ""
+        over = (
+            f"; {sum(n > limit for n in findings.tokens)} longer than {limit}"
+            if limit is not None
+            else ""
+        )
         lines.append(f"  tokens        {_spread(findings.tokens)}{over}")
     copies = sum(findings.prompts.values()) - len(findings.prompts)
     disputed = sum(len(contents) > 1 for contents in findings.contents.values())

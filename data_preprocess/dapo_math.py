@@ -1,9 +1,11 @@
 """DAPO-Math-17k (arXiv:2503.14476, section 3.5): 17,398 problems with integer answers, each once.
 
-    python -m data_preprocess.dapo_math --local_dir ~/data/dapo/dapo_math [--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.dapo_math --local_dir ~/data/dapo/dapo_math [--local_dataset_path
+    DIR_OR_FILES]
 
-The published file holds each problem about 100 times (1.79 million rows); it is read row by row and the first of each
-is kept. Copies of it that were cleaned by others, with a bare ``prompt``, ``problem`` or ``question``, are read too.
+The published file holds each problem about 100 times (1.79 million rows); it is read row by row and
+the first of each is kept. Copies of it that were cleaned by others, with a bare ``prompt``,
+``problem`` or ``question``, are read too.
 """
 
 from __future__ import annotations
@@ -16,33 +18,50 @@ from data_preprocess.schema import make_row
 
 HUB = "BytedTsinghua-SIA/DAPO-Math-17k"
 BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form "
     "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def problem(example: Example) -> str:
-    """Return the problem without the instructions around it. Raises KeyError where the example has none."""
-    text = next((example[name] for name in ("prompt", "problem") if example.get(name)), None) or example["question"]
+    """Return the problem without the instructions around it. Raises KeyError where the example has
+    none."""
+    text = (
+        next((example[name] for name in ("prompt", "problem") if example.get(name)), None)
+        or example["question"]
+    )
     if not isinstance(text, str):
         text = text[-1]["content"]
     return text.removeprefix(BEFORE).removesuffix(AFTER)
 
 
 def gold(example: Example) -> str:
-    """Return the answer, from the published schema or from a column. Raises KeyError where the example has none."""
+    """Return the answer, from the published schema or from a column. Raises KeyError where the
+    example has none."""
     published = (example.get("reward_model") or {}).get("ground_truth")
     return str(example["answer"] if published is None else published).strip()
 
 
-def question_row(example: Example, data_source: str, answer: str, split: str, index: int) -> dict[str, Any]:
+def question_row(
+    example: Example, data_source: str, answer: str, split: str, index: int
+) -> dict[str, Any]:
     """Return a row with DAPO's prompt, which training and evaluation share."""
     question = problem(example)
     prompt = [{"role": "user", "content": f"{BEFORE}{question}{AFTER}"}]
     published = (example.get("extra_info") or {}).get("index", example.get("id"))
     named = None if published is None else str(published)
-    return make_row(data_source, prompt, answer, "math", split=split, index=index, question=question, source_id=named)
+    return make_row(
+        data_source,
+        prompt,
+        answer,
+        "math",
+        split=split,
+        index=index,
+        question=question,
+        source_id=named,
+    )
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:

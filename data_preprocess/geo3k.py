@@ -1,4 +1,5 @@
-"""Geometry3K (Lu et al. 2021, arXiv:2105.04165), about 3,000 questions about figures, with the prompt of verl's script.
+"""Geometry3K (Lu et al. 2021, arXiv:2105.04165), about 3,000 questions about figures, with the
+prompt of verl's script.
 
 python -m data_preprocess.geo3k --local_dir ~/data/geo3k [--local_dataset_path DIR_OR_FILES]
 
@@ -17,14 +18,16 @@ from data_preprocess.schema import make_row
 
 HUB = "hiyouga/geometry3k"
 INSTRUCTION = (
-    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "You FIRST think about the reasoning process as an internal monologue and then provide the "
+    "final answer. "
     "The reasoning process MUST BE enclosed within <think> </think> tags. "
     r"The final answer MUST BE put in \boxed{}."
 )
 
 
 def stored(image: Any) -> dict[str, Any]:
-    """Return a picture as a parquet file holds it: as it is, or the file of what ``datasets`` decoded."""
+    """Return a picture as a parquet file holds it: as it is, or the file of what ``datasets``
+    decoded."""
     if isinstance(image, dict):
         return {"bytes": image.get("bytes"), "path": image.get("path")}
     file = io.BytesIO()
@@ -33,14 +36,21 @@ def stored(image: Any) -> dict[str, Any]:
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    """Return the row of a question, None without an answer. The question has the place of its figure already."""
-    problem, answer, images = example["problem"], example["answer"], [stored(image) for image in example["images"]]
+    """Return the row of a question, None without an answer. The question has the place of its
+    figure already."""
+    problem, answer, images = (
+        example["problem"],
+        example["answer"],
+        [stored(image) for image in example["images"]],
+    )
     if not answer:
         return None
     if MARKER not in problem:
         problem = MARKER * len(images) + problem
     prompt = [{"role": "user", "content": f"{problem} {INSTRUCTION}"}]
-    made = make_row(HUB, prompt, answer, "math", split=split, index=index, answer=answer, question=problem)
+    made = make_row(
+        HUB, prompt, answer, "math", split=split, index=index, answer=answer, question=problem
+    )
     return {**made, "images": images}
 
 

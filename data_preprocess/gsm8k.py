@@ -1,4 +1,5 @@
-"""GSM8K (Cobbe et al. 2021), 7,473 training and 1,319 test questions, with the prompt of verl's script.
+"""GSM8K (Cobbe et al. 2021), 7,473 training and 1,319 test questions, with the prompt of verl's
+script.
 
 python -m data_preprocess.gsm8k --local_dir ~/data/gsm8k [--local_dataset_path DIR_OR_FILES]
 """
@@ -29,7 +30,9 @@ def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
     if answer is None:
         return None
     prompt = [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
-    return make_row(HUB, prompt, answer, "math", split=split, index=index, answer=solution, question=question)
+    return make_row(
+        HUB, prompt, answer, "math", split=split, index=index, answer=solution, question=question
+    )
 
 
 SOURCE = Source(name="gsm8k", hub=HUB, config="main", folder="~/data/gsm8k", make_row=row)

@@ -1,9 +1,11 @@
-"""GSM8K for an agent with tools (``actor_rollout_ref.rollout.multi_turn``): the questions of ``data_preprocess.gsm8k``.
+"""GSM8K for an agent with tools (``actor_rollout_ref.rollout.multi_turn``): the questions of
+``data_preprocess.gsm8k``.
 
-python -m data_preprocess.gsm8k_multiturn_w_tool --local_dir ~/data/gsm8k_tools [--local_dataset_path DIR_OR_FILES]
+python -m data_preprocess.gsm8k_multiturn_w_tool --local_dir ~/data/gsm8k_tools
+[--local_dataset_path DIR_OR_FILES]
 
-Each row chooses the tools ``calculator`` and ``python`` of ``recipes/lab/tools.yaml``. verl's script of this name gives
-the policy a tool that tells it its own reward; none is given here.
+Each row chooses the tools ``calculator`` and ``python`` of ``recipes/lab/tools.yaml``. verl's
+script of this name gives the policy a tool that tells it its own reward; none is given here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from data_preprocess.cli import Example, Source, run
 
 TOOLS = ("calculator", "python")
 SYSTEM = (
-    "You are a careful solver of math problems. Reason step by step, call a tool for every calculation, and end with "
+    "You are a careful solver of math problems. Reason step by step, call a tool for every "
+    "calculation, and end with "
     "the final answer in the form `#### <answer>`."
 )
 
@@ -26,10 +29,20 @@ def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
     if made is None:
         return None
     chat = [{"role": "system", "content": SYSTEM}, *made["prompt"]]
-    return {**made, "prompt": chat, "extra_info": {**made["extra_info"], "tool_selection": list(TOOLS)}}
+    return {
+        **made,
+        "prompt": chat,
+        "extra_info": {**made["extra_info"], "tool_selection": list(TOOLS)},
+    }
 
 
-SOURCE = Source(name="gsm8k_multiturn_w_tool", hub=gsm8k.HUB, config="main", folder="~/data/gsm8k_tools", make_row=row)
+SOURCE = Source(
+    name="gsm8k_multiturn_w_tool",
+    hub=gsm8k.HUB,
+    config="main",
+    folder="~/data/gsm8k_tools",
+    make_row=row,
+)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""MATH (Hendrycks et al. 2021), 7,500 training and 5,000 test problems, with the prompt of verl's script.
+"""MATH (Hendrycks et al. 2021), 7,500 training and 5,000 test problems, with the prompt of verl's
+script.
 
-    python -m data_preprocess.math_dataset --local_dir ~/data/math [--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.math_dataset --local_dir ~/data/math [--local_dataset_path
+    DIR_OR_FILES]
 
 Beyond verl's columns, ``extra_info`` keeps the problem, its solution, level and subject.
 """
@@ -19,7 +21,8 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 
 def gold(example: Example) -> str | None:
-    """Return the content of the solution's last box, or the given answer where there is no solution."""
+    """Return the content of the solution's last box, or the given answer where there is no
+    solution."""
     solution = example.get("solution")
     return unbox(last_box(solution)) if solution else example.get("answer")
 

@@ -29,8 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     try:
         for name in args.sets:
-            split, examples = examples_of(name, ("train",), local_files(args.local_dataset_path), args.hub)
-            made = [make_qa_row(name, e, split, index, PROMPTS[args.prompt]) for index, e in enumerate(examples)]
+            split, examples = examples_of(
+                name, ("train",), local_files(args.local_dataset_path), args.hub
+            )
+            made = [
+                make_qa_row(name, e, split, index, PROMPTS[args.prompt])
+                for index, e in enumerate(examples)
+            ]
             print(f"{name}: {len(made)} questions")
             rows += made
         print(write_rows(Path(args.local_dir) / "train.parquet", rows))

@@ -1,7 +1,8 @@
-"""Open-domain question answering in Search-R1's rows: answers and files; prompts are in ``search_r1_prompts.py``.
+"""Open-domain question answering in Search-R1's rows: answers and files; prompts are in
+``search_r1_prompts.py``.
 
-A question loses the white space around it and gets a question mark where it ends without one, as in the published
-scripts.
+A question loses the white space around it and gets a question mark where it ends without one, as in
+the published scripts.
 """
 
 from __future__ import annotations
@@ -24,16 +25,26 @@ from data_preprocess.search_r1_prompts import PROMPTS, SEARCH_PROMPT
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 
 
-def make_qa_row(name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT) -> dict[str, Any]:
-    """Return the row of a question. Raises InputError where question or answer is missing: evaluation drops no row."""
+def make_qa_row(
+    name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT
+) -> dict[str, Any]:
+    """Return the row of a question. Raises InputError where question or answer is missing:
+    evaluation drops no row."""
     question, golds = question_of(example), answers_of(example)
     if not question or not golds:
         missing = "question" if not question else "answer"
-        raise InputError([f"{name}: example {index} of {split} has no {missing} ({', '.join(example)}); mend the file"])
+        raise InputError(
+            [
+                f"{name}: example {index} of {split} has no {missing} "
+                f"({', '.join(example)}); mend the file"
+            ]
+        )
     content = prompt.replace("{question}", question)
     target = {"target": golds}
     chat = [{"role": "user", "content": content}]
-    return make_row(name, chat, target, "fact-reasoning", split=split, index=index, question=question)
+    return make_row(
+        name, chat, target, "fact-reasoning", split=split, index=index, question=question
+    )
 
 
 def question_of(example: Example) -> str:
@@ -53,9 +64,12 @@ def answers_of(example: Example) -> list[str]:
 
 
 def read(path: Path) -> Iterable[Example]:
-    """Return the examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics file (.txt)."""
+    """Return the examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics
+    file (.txt)."""
     if not path.is_file():
-        raise InputError([f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"])
+        raise InputError(
+            [f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"]
+        )
     names = path.name.removesuffix(".gz")
     if names.endswith(".txt"):
         return _topics(path)
@@ -69,20 +83,26 @@ def _lines(path: Path) -> Iterator[Example]:
                 if line.strip():
                     yield json.loads(line)
             except ValueError as error:
-                raise InputError([f"{path} line {number}: not JSON ({error}); download it again"]) from error
+                raise InputError(
+                    [f"{path} line {number}: not JSON ({error}); download it again"]
+                ) from error
 
 
 def _topics(path: Path) -> Iterator[Example]:
     """Return the examples of DPR's topics: a question, a tab, and the answers as a Python list."""
     with open(path, encoding="utf-8", newline="") as file:
         for question, answers in csv.reader(file, delimiter="\t"):
-            yield {"question": question, "golden_answers": [str(answer) for answer in ast.literal_eval(answers)]}
+            yield {
+                "question": question,
+                "golden_answers": [str(answer) for answer in ast.literal_eval(answers)],
+            }
 
 
 def examples_of(
     name: str, splits: Sequence[str], local: Mapping[str, Path] | None, hub: str
 ) -> tuple[str, Iterable[Example]]:
-    """Return the first of ``splits`` that the set has, and its examples, from local files or else from the hub."""
+    """Return the first of ``splits`` that the set has, and its examples, from local files or else
+    from the hub."""
     if local is not None:
         path, split = _local_file(name, splits, local)
         return split, read(path)
@@ -91,7 +111,9 @@ def examples_of(
 
 def _local_file(name: str, splits: Sequence[str], local: Mapping[str, Path]) -> tuple[Path, str]:
     if name in local:
-        return local[name], next((split for split in splits if split in local[name].name), splits[0])
+        return local[name], next(
+            (split for split in splits if split in local[name].name), splits[0]
+        )
     for folder in (path for key, path in local.items() if not key):
         for split in splits:
             for suffix in (".jsonl", ".jsonl.gz", ".json", ".parquet"):
@@ -100,7 +122,9 @@ def _local_file(name: str, splits: Sequence[str], local: Mapping[str, Path]) -> 
                     return path, split
     where = ", ".join(str(path) for key, path in local.items() if not key) or "the files given"
     looked = " or ".join(f"{name}/{split}.jsonl" for split in splits)
-    raise InputError([f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"])
+    raise InputError(
+        [f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"]
+    )
 
 
 def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable[Example]]:
@@ -110,14 +134,20 @@ def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable
         loaded = datasets.load_dataset(hub, name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         advice = "check the id and the network, or give --local_dataset_path"
-        raise InputError([f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]) from error
+        raise InputError(
+            [f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]
+        ) from error
     split = next((split for split in splits if split in loaded), None)
     if split is None:
-        raise InputError([f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"])
+        raise InputError(
+            [f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"]
+        )
     return split, loaded[split]
 
 
-def arguments(name: str, description: str | None, folder: str, sets: Sequence[str]) -> argparse.ArgumentParser:
+def arguments(
+    name: str, description: str | None, folder: str, sets: Sequence[str]
+) -> argparse.ArgumentParser:
     """Return a parser of the arguments that both commands share."""
     parser = argparse.ArgumentParser(
         prog=f"python -m data_preprocess.{name}",
@@ -136,7 +166,8 @@ def arguments(name: str, description: str | None, folder: str, sets: Sequence[st
         "--local_dataset_path",
         nargs="+",
         metavar="PATH",
-        help="What to read instead of the hub: a folder with <set>/<split>.jsonl, and name=FILE for single sets.",
+        help="What to read instead of the hub: a folder with <set>/<split>.jsonl, and name=FILE "
+        "for single sets.",
     )
     add("--hub", default=HUB, help="The data set's id on the hub (default %(default)s).")
     add(
@@ -145,12 +176,19 @@ def arguments(name: str, description: str | None, folder: str, sets: Sequence[st
         default="search",
         help="The prompt: with a search engine, or without (r1; default %(default)s).",
     )
-    add("--sets", nargs="+", choices=sets, default=list(sets), help="The sets to write (default: all).")
+    add(
+        "--sets",
+        nargs="+",
+        choices=sets,
+        default=list(sets),
+        help="The sets to write (default: all).",
+    )
     return parser
 
 
 def local_files(given: Sequence[str] | None) -> dict[str, Path] | None:
-    """Return the files of ``name=FILE`` by name, a folder under the empty name; None where nothing is given."""
+    """Return the files of ``name=FILE`` by name, a folder under the empty name; None where nothing
+    is given."""
     if not given:
         return None
     named = [text.partition("=")[::2] for text in given]

@@ -1,4 +1,5 @@
-"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them.
+"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader
+accepts them.
 
 Checking a finished file is ``data_preprocess.check``; reading one for training is core's.
 """
@@ -28,9 +29,14 @@ class Written:
 
 
 def make_row(
-    data_source: str, prompt: str | Sequence[Mapping[str, Any]], ground_truth: Any, ability: str, **extra_info: Any
+    data_source: str,
+    prompt: str | Sequence[Mapping[str, Any]],
+    ground_truth: Any,
+    ability: str,
+    **extra_info: Any,
 ) -> dict[str, Any]:
-    """Return a row that a rule grades. ``extra_info`` should hold ``split`` and ``index``, which name the question."""
+    """Return a row that a rule grades. ``extra_info`` should hold ``split`` and ``index``, which
+    name the question."""
     return {
         "data_source": data_source,
         "prompt": prompt if isinstance(prompt, str) else [dict(message) for message in prompt],
@@ -43,8 +49,9 @@ def make_row(
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
     """Write the rows as one parquet file, all or nothing.
 
-    The file is written under another name, read back through the training reader, and renamed when that finds no
-    problem: what is at ``path`` is always complete and valid. Raises InputError, naming ``path``.
+    The file is written under another name, read back through the training reader, and renamed when
+    that finds no problem: what is at ``path`` is always complete and valid. Raises InputError,
+    naming ``path``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,7 +64,9 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(rows))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         fix = "a column holds one type, reward_model.ground_truth too"
-        raise InputError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
+        raise InputError(
+            [f"{path}: the rows do not fit into one schema ({error}); {fix}"]
+        ) from error
     with replacing(path) as partial:
         pq.write_table(table, partial)
         _verify(partial, path)
@@ -77,7 +86,8 @@ def _verify(part: Path, path: Path) -> None:
 def _schema(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return the columns of all rows, with their types.
 
-    A column that is null throughout becomes text, so that files of the same data set have the same types.
+    A column that is null throughout becomes text, so that files of the same data set have the same
+    types.
     """
     import pyarrow as pa
 
@@ -92,7 +102,9 @@ def _typed(kind: Any) -> Any:
     if pa.types.is_null(kind):
         return pa.string()
     if pa.types.is_struct(kind):
-        return pa.struct([(kind.field(i).name, _typed(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct(
+            [(kind.field(i).name, _typed(kind.field(i).type)) for i in range(kind.num_fields)]
+        )
     if pa.types.is_list(kind):
         return pa.list_(_typed(kind.value_type))
     return kind

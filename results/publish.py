@@ -1,8 +1,9 @@
 """The command that commits a run: ``python -m results.publish RUN [--as RECIPE/NAME]``.
 
-It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
-metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names. ``summary.json`` is a
-function of the others. Afterwards, ``python -m results.report --index`` brings the tables up to date.
+It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json,
+summary.json, metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host
+names. ``summary.json`` is a function of the others. Afterwards, ``python -m results.report
+--index`` brings the tables up to date.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from results.reporting.answers import published_samples
 from results.reporting.run_reader import RecordedRun, load_run, read_yaml, run_copy, scrub
 from results.reporting.summaries import summarise
 
-METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
-VALIDATION_BYTES = 1_000_000  # beyond it validation.jsonl.gz holds the first and the last evaluation only
+# metrics.csv holds at most about this many steps, evenly spaced, and every validation
+METRICS_ROWS = 500
+# Beyond it validation.jsonl.gz holds the first and the last evaluation only
+VALIDATION_BYTES = 1_000_000
 SAMPLES = 50  # questions of each data source in samples.jsonl.gz
 
 
@@ -43,9 +46,13 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     # metrics.csv may lack the rows of which this is the sum
     seconds = {"seconds_in_steps": round(run.seconds, 3)}
     manifest = {**run.manifest, **name, "status": status, **seconds}
-    (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
+    (target / "manifest.json").write_text(
+        json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8"
+    )
     config = read_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
-    (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
+    (target / "config.yaml").write_text(
+        yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8"
+    )
     _write_csv(target / "metrics.csv", run)
     _write_rows(target / "samples.jsonl.gz", _packed(published_samples(run, SAMPLES)))
     _write_rows(target / "validation.jsonl.gz", _packed_validation(run.validation))
@@ -60,17 +67,22 @@ def _write_csv(path: Path, run: RecordedRun) -> None:
     kept = [
         row
         for i, row in enumerate(metrics)
-        if i % stride == 0 or i == len(metrics) - 1 or any(name.startswith("val-core/") for name in row)
+        if i % stride == 0
+        or i == len(metrics) - 1
+        or any(name.startswith("val-core/") for name in row)
     ]
     names = sorted({name for row in kept for name in row} - {"step"})
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", *names])
-        writer.writerows([row["step"], *(f"{row[n]:.6g}" if n in row else "" for n in names)] for row in kept)
+        writer.writerows(
+            [row["step"], *(f"{row[n]:.6g}" if n in row else "" for n in names)] for row in kept
+        )
 
 
 def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
-    """Return every evaluation's accuracies by question, compressed; the first and the last where all are too large.
+    """Return every evaluation's accuracies by question, compressed; the first and the last where
+    all are too large.
 
     A question's lines stand together, which compresses best.
     """
@@ -79,7 +91,12 @@ def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
         by_question: dict[tuple[str, str], list[dict[str, object]]] = {}
         for step in steps:
             for r in validation[step]:
-                line = {"step": step, "uid": r.uid, "data_source": r.data_source, "acc": list(r.values["acc"])}
+                line = {
+                    "step": step,
+                    "uid": r.uid,
+                    "data_source": r.data_source,
+                    "acc": list(r.values["acc"]),
+                }
                 by_question.setdefault((r.data_source, r.uid), []).append(line)
         packed = _packed(line for lines in by_question.values() for line in lines)
         if len(packed) <= VALIDATION_BYTES:
@@ -88,7 +105,8 @@ def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
 
 
 def _packed(rows: Iterable[Mapping[str, object]]) -> bytes:
-    """Return JSON Lines, gzipped; equal rows give equal bytes, since neither time nor name is in them."""
+    """Return JSON Lines, gzipped; equal rows give equal bytes, since neither time nor name is in
+    them."""
     text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
     out = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=out, mtime=0) as file:
@@ -103,11 +121,19 @@ def _write_rows(path: Path, packed: bytes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Publish what the command line names and return the exit status: 2 where it cannot be published."""
-    parser = argparse.ArgumentParser(prog="python -m results.publish", description="Commits a run's small files.")
-    parser.add_argument("run", metavar="RUN", help="The run folder, outputs/<recipe>/<run>, or its URL.")
+    """Publish what the command line names and return the exit status: 2 where it cannot be
+    published."""
+    parser = argparse.ArgumentParser(
+        prog="python -m results.publish", description="Commits a run's small files."
+    )
     parser.add_argument(
-        "--as", dest="name", metavar="RECIPE/NAME", help="The name of the copy in results/ (default: the folder's own)."
+        "run", metavar="RUN", help="The run folder, outputs/<recipe>/<run>, or its URL."
+    )
+    parser.add_argument(
+        "--as",
+        dest="name",
+        metavar="RECIPE/NAME",
+        help="The name of the copy in results/ (default: the folder's own).",
     )
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -1,12 +1,15 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
-    python -m results.report RUN [RUN ...] [--baseline NAME] [--out DIR]     report.md and report.html
-    python -m results.report --index [--check]             results/README.md and the tables in README.md
+    python -m results.report RUN [RUN ...] [--baseline NAME] [--out DIR]     report.md and
+    report.html
+    python -m results.report --index [--check]             results/README.md and the tables in
+    README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here) or a published
-copy (``results/<recipe>/<run>``, made by ``python -m results.publish``). Runs that differ in their seeds only are one
-experiment: mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both
-have records. Scores of answers are shown by ``python -m results.reporting.accuracies``.
+A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy
+here) or a published copy (``results/<recipe>/<run>``, made by ``python -m results.publish``). Runs
+that differ in their seeds only are one experiment: mean, spread and interval over seeds.
+Experiments are compared with the baseline, by question where both have records. Scores of answers
+are shown by ``python -m results.reporting.accuracies``.
 """
 
 from __future__ import annotations
@@ -26,19 +29,43 @@ from results.reporting.summaries import group_name, group_runs
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m results.report", description="Reports of recorded runs."
+    )
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="Run folders: outputs/<recipe>/<run> or results/<recipe>/<run>.")
-    add("--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named).")
-    add("--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports).")
-    add("--index", action="store_true", help="Write results/README.md and the README's tables again.")
-    add("--check", action="store_true", help="With --index: write nothing, and exit with 1 where they are out of date.")
+    add(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="Run folders: outputs/<recipe>/<run> or results/<recipe>/<run>.",
+    )
+    add(
+        "--baseline",
+        metavar="NAME",
+        help="The run or experiment to compare with (default: the first one named).",
+    )
+    add(
+        "--out",
+        type=written_here,
+        help="The folder for the report (default: the run's, or one in outputs/reports).",
+    )
+    add(
+        "--index",
+        action="store_true",
+        help="Write results/README.md and the README's tables again.",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="With --index: write nothing, and exit with 1 where they are out of date.",
+    )
     add("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line names and return the exit status: 2 for bad input, 1 for tables out of date."""
+    """Do what the command line names and return the exit status: 2 for bad input, 1 for tables out
+    of date."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if not (args.runs or args.index):
@@ -75,7 +102,8 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:
-    """Return the only run's own folder, or one of ``outputs/reports/`` named after the experiments."""
+    """Return the only run's own folder, or one of ``outputs/reports/`` named after the
+    experiments."""
     if len(runs) == 1 and runs[0].folder.is_dir():
         return runs[0].folder
     names = (group_name([run.name for run in group]) for group in group_runs(runs))

@@ -1,4 +1,5 @@
-"""Evaluate arithmetic as Python's operators do, without ``eval`` and without numbers that take for ever.
+"""Evaluate arithmetic as Python's operators do, without ``eval`` and without numbers that take for
+ever.
 
 Formulas with letters and roots are :mod:`reward_scores.expressions`.
 """
@@ -37,7 +38,8 @@ _UNARY: dict[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.US
 
 
 def evaluate(text: str) -> Number:
-    """Return the value of numbers joined by ``+ - * / // **`` and parentheses. Raises CannotEvaluate for other text."""
+    """Return the value of numbers joined by ``+ - * / // **`` and parentheses. Raises
+    CannotEvaluate for other text."""
     if len(text) > MAX_CHARS:
         raise CannotEvaluate(f"longer than {MAX_CHARS} characters")
     try:
@@ -46,7 +48,8 @@ def evaluate(text: str) -> Number:
         raise
     except (
         Exception
-    ) as error:  # of a parser that text can bring to its limits: RecursionError, MemoryError, SystemError
+        # Of a parser that text can bring to its limits: RecursionError, MemoryError, SystemError
+    ) as error:
         raise CannotEvaluate(str(error)) from error
 
 

@@ -1,7 +1,9 @@
-"""Countdown: an equation in ``<answer>`` that reaches the target, using every number once (TinyZero).
+"""Countdown: an equation in ``<answer>`` that reaches the target, using every number once
+(TinyZero).
 
-Published semantics, on the response alone: the last line's last ``<answer>`` counts; 1 for a right equation, 0.1 for
-any other, 0 for none. The equation is computed without ``eval``, and a power too large to compute is a wrong answer.
+Published semantics, on the response alone: the last line's last ``<answer>`` counts; 1 for a right
+equation, 0.1 for any other, 0 for none. The equation is computed without ``eval``, and a power too
+large to compute is a wrong answer.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def score(
     format_score: float = 0.1,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grade the response; ``ground_truth`` holds ``target`` and ``numbers``, as numbers or as texts of them."""
+    """Grade the response; ``ground_truth`` holds ``target`` and ``numbers``, as numbers or as texts
+    of them."""
     equation = extract(PROMPT_END + opened_tag(extra_info, "answer") + response)
     if equation is None:
         return no_answer()
@@ -43,20 +46,28 @@ def score(
 
 
 def read_ground_truth(ground_truth: Any) -> tuple[float, list[int]]:
-    """Return the target and the numbers. Raises ValueError, with the field, for what no equation could reach or use."""
+    """Return the target and the numbers. Raises ValueError, with the field, for what no equation
+    could reach or use."""
     if not isinstance(ground_truth, Mapping) or not {"target", "numbers"} <= set(ground_truth):
         raise ValueError(f"must hold target and numbers, got {ground_truth!r:.200}")
     target, numbers = as_text(ground_truth["target"]), plain(ground_truth["numbers"])
-    if not isinstance(target, str) or not re.fullmatch(r"\s*[+-]?\d{1,300}(\.\d+)?([eE][+-]?\d\d?)?\s*", target):
+    if not isinstance(target, str) or not re.fullmatch(
+        r"\s*[+-]?\d{1,300}(\.\d+)?([eE][+-]?\d\d?)?\s*", target
+    ):
         raise ValueError(f"target must be a number, got {ground_truth['target']!r:.200}")
     if not isinstance(numbers, list | tuple):
         raise ValueError(f"numbers must be a list of whole numbers, got {numbers!r:.200}")
     texts = [as_text(number) for number in numbers]
     for at, text in enumerate(texts):
         if not isinstance(text, str) or not re.fullmatch(r"\s*\d{1,4000}\s*", text):
-            raise ValueError(f"numbers[{at}] must be a whole number that is not negative, got {numbers[at]!r:.200}")
+            raise ValueError(
+                f"numbers[{at}] must be a whole number that is not negative, got "
+                f"{numbers[at]!r:.200}"
+            )
     target = target.strip()  # int alone refuses U+001C to U+001F, which are spaces otherwise
-    return float(target) if re.search(r"[.eE]", target) else int(target), [int(text.strip()) for text in texts]
+    return float(target) if re.search(r"[.eE]", target) else int(target), [
+        int(text.strip()) for text in texts
+    ]
 
 
 def extract(text: str) -> str | None:
@@ -86,7 +97,9 @@ def reaches(equation: str, target: float) -> bool:
         return False
 
 
-def check_ground_truth(ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0) -> str | None:
+def check_ground_truth(
+    ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0
+) -> str | None:
     try:
         _, numbers = read_ground_truth(ground_truth)
     except ValueError as error:

@@ -1,9 +1,10 @@
 """Read formulas from text without ``eval``, and compare them by values in bounded time.
 
 :func:`read` builds objects of an algebra: numbers here, sympy's objects in
-:mod:`reward_scores.symbolic`. By values, two formulas are taken for equal where they agree at fixed points of the
-complex plane, a test of identity that is wrong with probability about zero (Schwartz-Zippel) and that also tells
-``sqrt(x^2)`` from ``x``. Numbers without roots are compared exactly.
+:mod:`reward_scores.symbolic`. By values, two formulas are taken for equal where they agree at fixed
+points of the complex plane, a test of identity that is wrong with probability about zero
+(Schwartz-Zippel) and that also tells ``sqrt(x^2)`` from ``x``. Numbers without roots are compared
+exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     **{"sqrt": cmath.sqrt, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp},
     **{"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan},
 }
-# What only :func:`same_value` and its neighbours read; a published reader takes these for products of letters or words
+# What only :func:`same_value` and its neighbours read; a published reader takes these for products
+# of letters or words
 _MORE_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     **_FUNCTIONS,
     "cot": lambda value: 1 / cmath.tan(value),
@@ -55,7 +57,8 @@ def same_value(one: str, other: str) -> bool:
 
 
 def ratio(one: str, other: str) -> complex | None:
-    """Return the number other than 0 that makes ``one`` of ``other`` for all values of their names; None without one.
+    """Return the number other than 0 that makes ``one`` of ``other`` for all values of their names;
+    None without one.
 
     Two equations, or inequalities, that are so related on one side of 0 are the same.
     """
@@ -64,7 +67,9 @@ def ratio(one: str, other: str) -> complex | None:
         found = [complex(first / second) for first, second in pairs]
     except (NotAnExpression, ArithmeticError, ValueError):
         return None
-    alike = len(found) > 1 and all(found[0] != 0 and _agree(found[0], value, tolerance) for value in found)
+    alike = len(found) > 1 and all(
+        found[0] != 0 and _agree(found[0], value, tolerance) for value in found
+    )
     return found[0] if alike else None
 
 
@@ -77,23 +82,32 @@ def number(text: str) -> Value | None:
 
 
 def _values(one: str, other: str) -> tuple[list[tuple[Value, Value]], float]:
-    """Return the values of two formulas at each point, at one where neither has a name, and the tolerance there.
+    """Return the values of two formulas at each point, at one where neither has a name, and the
+    tolerance there.
 
-    Formulas of sums, products and whole powers are computed exactly at fractions: a term of 1e-20 counts.
+    Formulas of sums, products and whole powers are computed exactly at fractions: a term of 1e-20
+    counts.
     """
     sides = [tokens(one, latex=True), tokens(other, latex=True)]
-    letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()} - {*_MATH_LETTERS})
+    letters = sorted(
+        {text for side in sides for text in side if len(text) == 1 and text.isalpha()}
+        - {*_MATH_LETTERS}
+    )
     if not letters:
         return [_at(sides, {})], TOLERANCE
     if any("!" in side for side in sides):  # a factorial has values at whole numbers only
-        return [_at(sides, _whole_numbers(letters, point)) for point in range(len(_POINTS))], POINT_TOLERANCE
+        return [
+            _at(sides, _whole_numbers(letters, point)) for point in range(len(_POINTS))
+        ], POINT_TOLERANCE
     try:
         exact = [_at(sides, _fractions(letters, point)) for point in range(len(_POINTS))]
         if all(isinstance(value, Fraction) for pair in exact for value in pair):
             return exact, 0.0
     except (NotAnExpression, ArithmeticError):
         pass  # too large to be exact, or not defined for a real number
-    return [_at(sides, _environment(letters, point)) for point in range(len(_POINTS))], POINT_TOLERANCE
+    return [
+        _at(sides, _environment(letters, point)) for point in range(len(_POINTS))
+    ], POINT_TOLERANCE
 
 
 def _at(sides: Sequence[Sequence[str]], letters: Mapping[str, Value]) -> tuple[Value, Value]:
@@ -129,7 +143,8 @@ def _agree(one: Value, other: Value, tolerance: float) -> bool:
 
 
 def tokens(text: str, latex: bool = False) -> list[str]:
-    """Return numbers, names and operators; a name of no function or constant is a product of at most two letters.
+    """Return numbers, names and operators; a name of no function or constant is a product of at
+    most two letters.
 
     ``latex`` knows more functions, as :func:`read` does.
     """
@@ -156,12 +171,14 @@ def tokens(text: str, latex: bool = False) -> list[str]:
 
 
 def read(found: Sequence[str], algebra: Any, latex: bool = False) -> Any:
-    r"""Build the object of a formula's tokens by the methods of ``algebra``, which are those of :class:`Values`.
+    r"""Build the object of a formula's tokens by the methods of ``algebra``, which are those of
+    :class:`Values`.
 
-    Raises NotAnExpression, and what the algebra raises. ``+ - * /`` and the minus sign are the objects' own.
+    Raises NotAnExpression, and what the algebra raises. ``+ - * /`` and the minus sign are the
+    objects' own.
 
-    ``latex`` reads functions as LaTeX writes them (``\ln e^2``, ``\sin 2x``, ``\sin^2 x``) and refuses ``a/bc``,
-    which people write for two values.
+    ``latex`` reads functions as LaTeX writes them (``\ln e^2``, ``\sin 2x``, ``\sin^2 x``) and
+    refuses ``a/bc``, which people write for two values.
     """
     reader = _Reader(found, algebra, latex)
     value = reader.sum(0)
@@ -175,7 +192,8 @@ def _is_number(token: str) -> bool:
 
 
 class _Reader:
-    """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
+    """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent
+    factors are multiplied."""
 
     def __init__(self, found: Sequence[str], algebra: Any, latex: bool):
         self.tokens, self.algebra, self.latex, self.at = found, algebra, latex, 0
@@ -194,7 +212,9 @@ class _Reader:
             raise NotAnExpression(f"more than {MAX_DEPTH} levels")
         value = self.product(depth)
         while self.peek() in ("+", "-"):
-            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            value = (
+                value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            )
         return value
 
     def product(self, depth: int) -> Any:
@@ -205,7 +225,12 @@ class _Reader:
                 raise NotAnExpression("two numbers side by side")  # 1 000 and 2 1/2 are no products
             bare = self.peek().isalpha() and self.peek() not in self.functions
             factor = self.sign(depth)
-            if self.latex and operator == "/" and bare and (self.peek().isalpha() or self.peek() == "("):
+            if (
+                self.latex
+                and operator == "/"
+                and bare
+                and (self.peek().isalpha() or self.peek() == "(")
+            ):
                 raise NotAnExpression("a/bc may be a/(bc) or (a/b)c")
             value = value / factor if operator == "/" else value * factor
         return value
@@ -250,7 +275,11 @@ class _Reader:
         if token in self.functions:
             if depth >= MAX_DEPTH:
                 raise NotAnExpression(f"more than {MAX_DEPTH} levels")
-            return self.call_latex(token, depth + 1) if self.latex else self.algebra.call(token, self.atom(depth + 1))
+            return (
+                self.call_latex(token, depth + 1)
+                if self.latex
+                else self.algebra.call(token, self.atom(depth + 1))
+            )
         if token.isalpha():
             return self.algebra.name(token)
         if _is_number(token):
@@ -258,7 +287,8 @@ class _Reader:
         raise NotAnExpression(f"{token or 'the end'!r} is out of place")
 
     def call_latex(self, function: str, depth: int) -> Any:
-        """Read the exponent and the argument of a function: a parenthesis, or factors up to the next operator."""
+        """Read the exponent and the argument of a function: a parenthesis, or factors up to the
+        next operator."""
         exponent = None
         if self.peek() == "^":
             self.take()
@@ -267,14 +297,17 @@ class _Reader:
             argument = self.atom(depth)
         else:
             argument = self.sign(depth)
-            while _is_number(self.peek()) or (self.peek().isalpha() and self.peek() not in self.functions):
+            while _is_number(self.peek()) or (
+                self.peek().isalpha() and self.peek() not in self.functions
+            ):
                 argument = argument * self.power(depth)
         value = self.algebra.call(function, argument)
         return value if exponent is None else self.algebra.power(value, exponent)
 
 
 class Values:
-    """The algebra of numbers: exact where there is no root, and refused where too large to compute."""
+    """The algebra of numbers: exact where there is no root, and refused where too large to
+    compute."""
 
     def __init__(self, letters: Mapping[str, Value]):
         self.letters = {**_CONSTANTS, **_MATH_LETTERS, **letters}

@@ -1,7 +1,8 @@
 """GSM8K: a number after ``####``.
 
-``strict`` and ``flexible`` are verl's ``gsm8k.compute_score``, mistakes included: ``#### 72.``, ``#### $72`` and
-``#### 72.0`` are wrong, and only the last 300 characters are read. ``robust`` compares numbers instead of strings.
+``strict`` and ``flexible`` are verl's ``gsm8k.compute_score``, mistakes included: ``#### 72.``,
+``#### $72`` and ``#### 72.0`` are wrong, and only the last 300 characters are read. ``robust``
+compares numbers instead of strings.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ EXAMPLES = (
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _FLEXIBLE = re.compile(r"\-?[0-9\.\,]+")
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
-# A number as it may be written: with a sign, a root, fraction or power of ten behind it, an exponent, a percent sign
+# A number as it may be written: with a sign, a root, fraction or power of ten behind it, an
+# exponent, a percent sign
 _ATOM = r"\\[dt]?frac\{[0-9]+\}\{[0-9]+\}|\\sqrt(?:\[[0-9]\])?\{[0-9.]+\}"
 _POWER = r"\^(?:\{-?[0-9]+\}|-?[0-9]+)"
 _WRITTEN = re.compile(
     rf"(?:(?<![\w)\]}}])-)?(?:(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+(?!\w))?"
-    rf"(?: ?(?:{_ATOM})| *(?:\\times|\\cdot|\*) *10{_POWER}|(?: [0-9]+)?/[0-9]+|{_POWER})?|\.[0-9]+|{_ATOM})"
+    rf"(?: ?(?:{_ATOM})| *(?:\\times|\\cdot|\*) *10{_POWER}|(?: "
+    rf"[0-9]+)?/[0-9]+|{_POWER})?|\.[0-9]+|{_ATOM})"
     r"(?:\s*\\?%)?"
 )
 _SEPARATED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:['_][0-9]{3})+(?![0-9])")
@@ -48,11 +51,12 @@ def score(
     format_score: float = 0.0,
     correct_score: float = 1.0,
 ) -> Score:
-    """Return ``correct_score`` for the gold number, ``format_score`` for another one, 0 where there is none.
+    """Return ``correct_score`` for the gold number, ``format_score`` for another one, 0 where there
+    is none.
 
-    ``method="robust"`` reads the first number after the last ``####``, or the last number where there is no
-    ``####``, fractions and powers of numbers with it. It ignores currency, markup and separators, and compares by
-    value; the part ``format`` is 1 with ``####``.
+    ``method="robust"`` reads the first number after the last ``####``, or the last number where
+    there is no ``####``, fractions and powers of numbers with it. It ignores currency, markup and
+    separators, and compares by value; the part ``format`` is 1 with ``####``.
     """
     if method not in METHODS:
         raise ValueError(f"gsm8k method={method!r}: must be one of {', '.join(METHODS)}")
@@ -60,14 +64,16 @@ def score(
     answer = extract(response, method)
     if answer is None:
         return no_answer(**parts)
-    if not re.search("[0-9]", answer):  # a lone "." or ",": published, it earns what a wrong answer does
+    # A lone "." or ",": published, it earns what a wrong answer does
+    if not re.search("[0-9]", answer):
         return no_answer(format_score, **parts)
     right = _same(answer, ground_truth) if method == "robust" else answer == ground_truth
     return graded(right, answer, correct_score if right else format_score, **parts)
 
 
 def _same(answer: str, ground_truth: Any) -> bool:
-    """Return whether a number that was read is the gold one; percent as in :mod:`reward_scores.equivalence`."""
+    """Return whether a number that was read is the gold one; percent as in
+    :mod:`reward_scores.equivalence`."""
     gold = str(as_text(ground_truth))
     plain = "%" not in answer + gold
     return plain and answer == canonical(gold) or equivalent(answer, gold)
@@ -104,11 +110,14 @@ def _plain(text: str) -> str:
     """
     text = to_latex(_PROSE_DASH.sub(" , ", text))
     text = _SEPARATED.sub(lambda found: re.sub("['_]", "", found[0]), _UNIT_POWER.sub("", text))
-    return re.sub(r"(?<![0-9)\]}])(?<![0-9)\]}] )-[ $\u20ac\u00a3\u00a5\u20b9*{]+(?=[0-9.\\])", "-", text)
+    return re.sub(
+        r"(?<![0-9)\]}])(?<![0-9)\]}] )-[ $\u20ac\u00a3\u00a5\u20b9*{]+(?=[0-9.\\])", "-", text
+    )
 
 
 def canonical(number: Any) -> str | None:
-    """Return one spelling a value: no separators, no leading or trailing zeros; None where it is not a number.
+    """Return one spelling a value: no separators, no leading or trailing zeros; None where it is
+    not a number.
 
     Works on text, so that a number of any length is cheap.
     """
@@ -134,6 +143,7 @@ def check_ground_truth(
     ):
         return None
     return (
-        f"{ground_truth!r} is never equal to an answer under method={method}: write a string of digits without "
+        f"{ground_truth!r} is never equal to an answer under method={method}: write a string of "
+        f"digits without "
         "separators, or set reward_model.reward_kwargs.gsm8k.method=robust"
     )

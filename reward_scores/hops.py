@@ -1,7 +1,9 @@
-"""Tasks of the lab: an optional chain, then ``#`` and a letter or digit: where hops lead, what a figure shows.
+"""Tasks of the lab: an optional chain, then ``#`` and a letter or digit: where hops lead, what a
+figure shows.
 
-The chain earns nothing by itself. ``recipes/lab/hops.py`` and ``recipes/lab/figures.py`` make the questions.
-In ``recipes/lab/guesses.py``, whose answers are graded alike, the chain is the guesses before the last.
+The chain earns nothing by itself. ``recipes/lab/hops.py`` and ``recipes/lab/figures.py`` make the
+questions. In ``recipes/lab/guesses.py``, whose answers are graded alike, the chain is the guesses
+before the last.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """Return 1 where the text after the last ``#`` is the gold sign. ``chain`` is 1 where a path stands before it."""
+    """Return 1 where the text after the last ``#`` is the gold sign. ``chain`` is 1 where a path
+    stands before it."""
     path, mark, answer = response.rpartition("#")
     answer = answer.strip()
     chain = float(bool(path.strip()))

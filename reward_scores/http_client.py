@@ -1,6 +1,8 @@
-"""The HTTP client of a run's servers: judge, retriever, Sandbox Fusion, SGLang. What is sent and read is theirs.
+"""The HTTP client of a run's servers: judge, retriever, Sandbox Fusion, SGLang. What is sent and
+read is theirs.
 
-It is here, and not in core, because a scorer uses it too; scorers import it only where they have a server.
+It is here, and not in core, because a scorer uses it too; scorers import it only where they have a
+server.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ log = logging.getLogger(__name__)
 
 LARGEST_REPLY = 64 * 2**20  # bytes
 LONGEST_RETRY_AFTER_S = 120.0
-WARN_S = 60.0  # between two warnings of a server that is away: an overloaded one may fail and answer in turn
+# Between two warnings of a server that is away: an overloaded one may fail and answer in turn
+WARN_S = 60.0
 BUSY = (408, 409, 425, 429, 503)  # statuses that pass without anybody's doing
 
 
 class RequestFailed(Exception):
     """A request without a usable reply.
 
-    ``kind`` is connect, timeout, busy, status (500 and above), refused (other statuses: the request is at fault) or
-    reply (too long, unreadable). ``wait_s`` is the server's Retry-After. ``failures`` counts the failed attempts of the
-    request by their kinds; ``may_pass`` tells whether another attempt was worthwhile.
+    ``kind`` is connect, timeout, busy, status (500 and above), refused (other statuses: the request
+    is at fault) or reply (too long, unreadable). ``wait_s`` is the server's Retry-After.
+    ``failures`` counts the failed attempts of the request by their kinds; ``may_pass`` tells
+    whether another attempt was worthwhile.
     """
 
     def __init__(self, kind: str, message: str, status: int = 0, wait_s: float = 0.0):
@@ -52,7 +56,8 @@ class ReplyTooLong(RequestFailed):
 
 
 def may_pass(failure: RequestFailed, failures: Mapping[str, int]) -> bool:
-    """Return whether another attempt may succeed, the usual rule: unless the request itself is at fault."""
+    """Return whether another attempt may succeed, the usual rule: unless the request itself is at
+    fault."""
     return failure.kind != "refused"
 
 
@@ -62,13 +67,16 @@ class HttpOptions:
 
     Args:
         timeout_s: of one attempt, from connecting to the last byte.
-        give_up_s: how long the server may be away, and how long the attempts and pauses of one request may take; 0:
+        give_up_s: how long the server may be away, and how long the attempts and pauses of one
+        request may take; 0:
             there is one attempt.
-        pause_s, longest_pause_s: the first pause before another attempt, doubled until the longest, and jittered. What
+        pause_s, longest_pause_s: the first pause before another attempt, doubled until the longest,
+        and jittered. What
             the server requests by Retry-After comes on top.
         connections: requests at a time; others wait for their turn.
-        trust_env: whether the proxies of the environment apply; none must come between us and the loopback.
-        retried: whether a failed attempt is repeated, from the failure and the counts of the request's failures.
+        trust_env: whether the proxies of the environment apply; none must come between us and the
+        loopback. retried: whether a failed attempt is repeated, from the failure and the counts of
+        the request's failures.
     """
 
     timeout_s: float
@@ -99,14 +107,17 @@ class Reply:
         try:
             return json.loads(self.content)
         except (ValueError, RecursionError) as error:
-            raise RequestFailed("reply", f"the reply is not JSON ({error}): {self.text[:80]!r}") from error
+            raise RequestFailed(
+                "reply", f"the reply is not JSON ({error}): {self.text[:80]!r}"
+            ) from error
 
 
 class HttpClient:
-    """A client of one server. Its coroutines run on an event loop in a thread of its own (:meth:`submit`).
+    """A client of one server. Its coroutines run on an event loop in a thread of its own
+    (:meth:`submit`).
 
-    They advance there while the caller's loop decodes or updates. ``counts`` has the attempts of requests, the retries,
-    and the failed attempts by their kinds.
+    They advance there while the caller's loop decodes or updates. ``counts`` has the attempts of
+    requests, the retries, and the failed attempts by their kinds.
     """
 
     def __init__(self, name: str, options: HttpOptions):
@@ -128,7 +139,8 @@ class HttpClient:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Start a coroutine on the thread; return its future. Raises RuntimeError once the client is closed."""
+        """Start a coroutine on the thread; return its future. Raises RuntimeError once the client
+        is closed."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError(f"the {self.name} is closed")
@@ -160,14 +172,20 @@ class HttpClient:
     # -- on the thread ---------------------------------------------------------------------------
 
     async def request(
-        self, method: str, url: str, body: Any = None, read: Callable[[Reply], Any] = lambda reply: reply
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        read: Callable[[Reply], Any] = lambda reply: reply,
     ) -> Any:
-        """Send a request until ``read`` returns what its reply holds; raise RequestFailed of the last attempt.
+        """Send a request until ``read`` returns what its reply holds; raise RequestFailed of the
+        last attempt.
 
-        A server that restarts costs retries and no answer. The client gives up where the server answered nobody for
-        ``give_up_s``, or where one request took as long. Waiting for a turn counts as neither, so that the budget does
-        not depend on how many requests wait. ``body`` is sent as JSON; a function is called for each attempt. ``read``
-        may raise RequestFailed for a reply that another attempt may better.
+        A server that restarts costs retries and no answer. The client gives up where the server
+        answered nobody for ``give_up_s``, or where one request took as long. Waiting for a turn
+        counts as neither, so that the budget does not depend on how many requests wait. ``body`` is
+        sent as JSON; a function is called for each attempt. ``read`` may raise RequestFailed for a
+        reply that another attempt may better.
         """
         failures: Counter[str] = Counter()
         async with self._turns:
@@ -175,21 +193,30 @@ class HttpClient:
             while True:
                 self.counts["attempts"] += 1
                 try:
-                    result = read(await self.send_once(method, url, body() if callable(body) else body))
+                    result = read(
+                        await self.send_once(method, url, body() if callable(body) else body)
+                    )
                     self._away_since = None
                     return result
                 except RequestFailed as failure:
                     pause = self._pause(failure, failures, begun)
                     if pause is None:
                         raise
-                    if self._warned_at < time.monotonic() - WARN_S:  # once, and not for every request that waits
+                    # Once, and not for every request that waits
+                    if self._warned_at < time.monotonic() - WARN_S:
                         self._warned_at = time.monotonic()
-                        log.warning("%s: %s; requests are repeated for %g s", url, failure, self.options.give_up_s)
+                        log.warning(
+                            "%s: %s; requests are repeated for %g s",
+                            url,
+                            failure,
+                            self.options.give_up_s,
+                        )
                 self.counts["retries"] += 1
                 await asyncio.sleep(pause)
 
     def _pause(self, failure: RequestFailed, failures: Counter[str], begun: float) -> float | None:
-        """Count a failed attempt; return the seconds before the next one, or None where there is none."""
+        """Count a failed attempt; return the seconds before the next one, or None where there is
+        none."""
         options, now = self.options, time.monotonic()
         failures[failure.kind] += 1
         self.counts[failure.kind] += 1
@@ -203,9 +230,11 @@ class HttpClient:
         return pause if now + pause - min(begun, self._away_since) < options.give_up_s else None
 
     async def lines(self, method: str, url: str, body: Any) -> AsyncIterator[str]:
-        """Yield the lines of a reply as they come. Its reads are bounded in time, and not its length.
+        """Yield the lines of a reply as they come. Its reads are bounded in time, and not its
+        length.
 
-        The reply is waited for as :meth:`request` does, but once it has begun it is not requested again.
+        The reply is waited for as :meth:`request` does, but once it has begun it is not requested
+        again.
         """
         seconds = self.options.timeout_s
         failures: Counter[str] = Counter()
@@ -226,14 +255,20 @@ class HttpClient:
                     raise
             await asyncio.sleep(pause)
 
-    async def send_once(self, method: str, url: str, body: Any = None, longest_s: float = math.inf) -> Reply:
-        """Return the reply to one attempt, which waits for no turn and is not counted. Raises RequestFailed."""
+    async def send_once(
+        self, method: str, url: str, body: Any = None, longest_s: float = math.inf
+    ) -> Reply:
+        """Return the reply to one attempt, which waits for no turn and is not counted. Raises
+        RequestFailed."""
         seconds = min(longest_s, self.options.timeout_s)
-        # A server that does not even accept the connection in half of the time is away, and not slow. httpx's own
-        # limit is that of each read, which a trickle of bytes would pass.
+        # A server that does not even accept the connection in half of the time is away, and not
+        # slow. httpx's own limit is that of each read, which a trickle of bytes would pass.
         limits = httpx.Timeout(None, connect=seconds / 2)
         with _failures(seconds):
-            async with asyncio.timeout(seconds), self._stream(method, url, body, limits) as response:
+            async with (
+                asyncio.timeout(seconds),
+                self._stream(method, url, body, limits) as response,
+            ):
                 content = await self._read(response)
         if not response.is_success:
             raise _of_status(response, content)
@@ -274,7 +309,9 @@ def _of_status(response: httpx.Response, content: bytes) -> RequestFailed:
     status = response.status_code
     message = f"status {status}: {content[:1000].decode(errors='replace')}"
     if status in BUSY:
-        return RequestFailed("busy", message, status, retry_after_seconds(response.headers.get("retry-after")))
+        return RequestFailed(
+            "busy", message, status, retry_after_seconds(response.headers.get("retry-after"))
+        )
     return RequestFailed("status" if status >= 500 else "refused", message, status)
 
 

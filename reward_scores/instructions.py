@@ -1,14 +1,17 @@
-"""Checkable instructions: does a text keep every constraint of its prompt? In the manner of IFEval (arXiv:2311.07911).
+"""Checkable instructions: does a text keep every constraint of its prompt? In the manner of IFEval
+(arXiv:2311.07911).
 
-A ground truth is a JSON list of constraints, each a list of a kind and its arguments: ``[["first_word", "evening"],
-["max_words", 12]]``. :data:`CHECKS` has the kinds. ``method`` says what counts:
+A ground truth is a JSON list of constraints, each a list of a kind and its arguments:
+``[["first_word", "evening"], ["max_words", 12]]``. :data:`CHECKS` has the kinds. ``method`` says
+what counts:
 
-* ``naive``: every constraint is kept. A policy soon learns to repeat the requested word and nothing else.
-* ``guarded`` (default): the text is also a text: it has :data:`MIN_OTHER_WORDS` different words beside the requested
-  ones, and :data:`MIN_DISTINCT` of its words are different.
+* ``naive``: every constraint is kept. A policy soon learns to repeat the requested word and nothing
+  else.
+* ``guarded`` (default): the text is also a text: it has :data:`MIN_OTHER_WORDS` different words
+  beside the requested ones, and :data:`MIN_DISTINCT` of its words are different.
 
-Either way ``followed`` is the share of constraints that are kept, ``distinct`` the share of different words and
-``naive`` whether all constraints are kept; none of them is part of the value.
+Either way ``followed`` is the share of constraints that are kept, ``distinct`` the share of
+different words and ``naive`` whether all constraints are kept; none of them is part of the value.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from reward_scores.score import Score, graded, no_answer
 MIN_OTHER_WORDS = 3
 MIN_DISTINCT = 0.7
 METHODS = ("naive", "guarded")
-_WORD = re.compile(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*")  # letters, with apostrophes and hyphens inside
+# Letters, with apostrophes and hyphens inside
+_WORD = re.compile(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*")
 _SENTENCE = re.compile(r"[.!?]+(?=\s|$|[\"\u201d])")
 _ITEM = re.compile(r"- \S.*")
 
@@ -70,7 +74,8 @@ CHECKS: dict[str, tuple[tuple[type, ...], Callable[..., bool]]] = {
 
 
 def read_constraints(ground_truth: Any) -> list[list[Any]]:
-    """Return the constraints of a ground truth. Raises ValueError for any that :data:`CHECKS` does not have."""
+    """Return the constraints of a ground truth. Raises ValueError for any that :data:`CHECKS` does
+    not have."""
     constraints = json.loads(ground_truth)
     if not isinstance(constraints, list) or not constraints:
         raise ValueError("must be a JSON list of at least one constraint")
@@ -103,7 +108,11 @@ def is_text(words: list[str], requested: set[str]) -> bool:
 
 
 def score(
-    response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *, method: str = "guarded"
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: str = "guarded",
 ) -> Score:
     """Return 1 where the response keeps every constraint and, with ``method="guarded"``, is a text.
 
@@ -115,7 +124,16 @@ def score(
     if not words:
         return no_answer(followed=0.0, distinct=0.0, naive=0.0)
     kept = [CHECKS[kind][1](text, *arguments) for kind, *arguments in constraints]
-    requested = {argument for _, *arguments in constraints for argument in arguments if isinstance(argument, str)}
+    requested = {
+        argument
+        for _, *arguments in constraints
+        for argument in arguments
+        if isinstance(argument, str)
+    }
     right = all(kept) and (method == "naive" or is_text(words, requested))
-    parts = {"followed": sum(kept) / len(kept), "distinct": len(set(words)) / len(words), "naive": float(all(kept))}
+    parts = {
+        "followed": sum(kept) / len(kept),
+        "distinct": len(set(words)) / len(words),
+        "naive": float(all(kept)),
+    }
     return graded(right, pred=None, **parts)

@@ -1,4 +1,5 @@
-"""The lab's search task: exact match of the answer (``qa_em``), with the number of searches beside it.
+"""The lab's search task: exact match of the answer (``qa_em``), with the number of searches beside
+it.
 
 A search earns nothing by itself. ``recipes/search_r1/knowledge.py`` makes the questions.
 """
@@ -22,7 +23,8 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """Return 1 for a gold answer. ``searches`` counts the calls of the episode; it is no part of the value."""
+    """Return 1 for a gold answer. ``searches`` counts the calls of the episode; it is no part of
+    the value."""
     exact = qa_em.score(response, ground_truth, extra_info, max_tags=None)
     searches = float((extra_info or {}).get("rollout", {}).get("num_tool_calls", 0))
     return dataclasses.replace(exact, parts={**exact.parts, "searches": searches})

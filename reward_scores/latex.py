@@ -12,8 +12,10 @@ MAX_CHARS = 2000
 MAX_DEPTH = 50
 _BRACE = re.compile(r"[{}]")
 _TOKEN = re.compile(r"\\[a-zA-Z]+\s*|\\.|[{}$~]|[^\\{}$~]+", re.DOTALL)
-_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau
-upsilon phi chi psi omega"""
+_NAMES = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma
+sigma tau upsilon phi chi psi omega
+"""
 GREEK = {name: ord("\u03b1") + at for at, name in enumerate(_NAMES.split())}
 _FUNCTIONS = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp min max gcd"
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\{?\\circ\}?")  # degrees in an argument of sin, cos, tan
@@ -21,7 +23,15 @@ _SUBSCRIPT = re.compile(r"\\?([a-zA-Z]+)'*_(\{[^{}]*\}|\w)")
 _PRIME = re.compile(r"[a-zA-Z]'+")
 _SYMBOLS = {
     **{name: chr(code) for name, code in GREEK.items()},
-    **{"pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "div": "/", "pm": "\u00b1"},
+    **{
+        "pi": "pi",
+        "infty": "inf",
+        "cup": "U",
+        "cdot": "*",
+        "times": "*",
+        "div": "/",
+        "pm": "\u00b1",
+    },
     **{"le": "<=", "leq": "<=", "ge": ">=", "geq": ">="},
     **{char: char for char in "{}%$&#_"},
     **dict.fromkeys([*" ,;:", "quad", "qquad"], " "),
@@ -44,7 +54,8 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def last_box(text: str, *openings: str) -> str | None:
-    """Return the content of the last of these boxes (an opening ends in a brace); None where it is not closed."""
+    """Return the content of the last of these boxes (an opening ends in a brace); None where it is
+    not closed."""
     start, opening = max(((text.rfind(opening), opening) for opening in openings), default=(-1, ""))
     if start < 0:
         return None
@@ -73,7 +84,8 @@ EXACT = Style("(({0})/({1}))", "(({1})**(1/({0})))", powers=True, unknown_comman
 def to_text(latex: str, style: Style) -> str:
     r"""Return a formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``.
 
-    Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups, and for an unknown command.
+    Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups, and for an unknown
+    command.
     """
     if len(latex) > MAX_CHARS:
         raise NotLatex(f"longer than {MAX_CHARS} characters")
@@ -81,7 +93,8 @@ def to_text(latex: str, style: Style) -> str:
 
 
 def formulas(*sides: str) -> list[str]:
-    r"""Return formulas as text that :mod:`reward_scores.expressions` reads, with one letter for ``x_1`` in all of them.
+    r"""Return formulas as text that :mod:`reward_scores.expressions` reads, with one letter for
+    ``x_1`` in all of them.
 
     Raises NotLatex as :func:`to_text` does.
     """
@@ -90,7 +103,8 @@ def formulas(*sides: str) -> list[str]:
 
 
 def _for_values(text: str, names: dict[str, str]) -> str:
-    """Rewrite what the reader of formulas does not know: bases of logarithms, inverse functions, degrees, indices."""
+    """Rewrite what the reader of formulas does not know: bases of logarithms, inverse functions,
+    degrees, indices."""
     text = re.sub(r"\\log ?_(\{[^{}]*\}|\w)", r"\\frac{1}{\\ln(\1)}\\ln ", text)
     text = re.sub(r"\\(sin|cos|tan) ?\^\{?-1\}?", r"\\arc\1", text)
     if re.search(r"\\(?:sin|cos|tan)", text):
@@ -105,7 +119,8 @@ def _letter(name: str, names: dict[str, str]) -> str:
 
 
 def _group(tokens: list[str], style: Style, depth: int) -> str:
-    """Consume tokens (the next one is the last of the list) up to the brace that closes the group."""
+    """Consume tokens (the next one is the last of the list) up to the brace that closes the
+    group."""
     if depth > MAX_DEPTH:
         raise NotLatex(f"more than {MAX_DEPTH} nested groups")
     text = ""
@@ -129,7 +144,9 @@ def _piece(tokens: list[str], style: Style, depth: int) -> str:
         return {"$": "", "~": " "}.get(token, token)
     name = token[1:].strip() or token[1:]
     if name in ("frac", "dfrac", "tfrac"):
-        return style.fraction.format(_argument(tokens, style, depth), _argument(tokens, style, depth))
+        return style.fraction.format(
+            _argument(tokens, style, depth), _argument(tokens, style, depth)
+        )
     if name in ("binom", "dbinom", "tbinom") and not style.unknown_commands:
         above, below = _argument(tokens, style, depth), _argument(tokens, style, depth)
         return f"(({above})!/(({below})!(({above})-({below}))!))"

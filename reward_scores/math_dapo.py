@@ -1,9 +1,11 @@
-"""DAPO's mathematics scorer: the last ``Answer:`` line after Minerva's normalisation; +1 right, -1 wrong.
+"""DAPO's mathematics scorer: the last ``Answer:`` line after Minerva's normalisation; +1 right, -1
+wrong.
 
-``method="fallback"`` (verl in 2026) reads the last ``\\boxed{}`` of the last 100 characters, unnormalised, where there
-is no ``Answer:``; ``minerva_only`` (up to v0.6.1) does not; ``strict_box`` reads nothing else. All of them read the
-last 300 characters only and misjudge ``**Answer:** 34``, ``34.`` and ``34\\%``; ``robust`` (by values) and
-``math_verify`` (by the library of that name) do not.
+``method="fallback"`` (verl in 2026) reads the last ``\\boxed{}`` of the last 100 characters,
+unnormalised, where there is no ``Answer:``; ``minerva_only`` (up to v0.6.1) does not;
+``strict_box`` reads nothing else. All of them read the last 300 characters only and misjudge
+``**Answer:** 34``, ``34.`` and ``34\\%``; ``robust`` (by values) and ``math_verify`` (by the
+library of that name) do not.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")
-METHODS = {**dict.fromkeys(PUBLISHED), "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
+# And the library that may not end
+METHODS = {**dict.fromkeys(PUBLISHED), "robust": None, "math_verify": MATH_VERIFY}
 INVALID = "[INVALID]"
 WINDOW, BOX_WINDOW = 300, 100  # characters from the end
 EXAMPLES = (
@@ -30,14 +33,21 @@ EXAMPLES = (
 
 
 def score(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "fallback"
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "fallback",
 ) -> Score:
-    """Return +1 for the gold answer and -1 for everything else. A number as ground truth is read as text."""
+    """Return +1 for the gold answer and -1 for everything else. A number as ground truth is read as
+    text."""
     ground_truth = as_text(ground_truth)
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
     if method not in PUBLISHED:
-        answer, equal = final_answer(response, True), equivalent if method == "robust" else math_verify_equal
+        answer, equal = (
+            final_answer(response, True),
+            equivalent if method == "robust" else math_verify_equal,
+        )
         right = answer is not None and equal(answer, ground_truth)
         pred = None if answer is None else cleaned(answer)
     else:
@@ -48,7 +58,8 @@ def score(
 
 
 def verify(text: str, ground_truth: str, method: str) -> tuple[bool, str | None]:
-    """Return whether the answer is right, and the answer, as the published function does behind its window."""
+    """Return whether the answer is right, and the answer, as the published function does behind its
+    window."""
     if method != "strict_box":
         lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text)
         pred = normalize_final_answer(lines[-1] if lines else INVALID)
@@ -65,11 +76,21 @@ _SUBSTITUTIONS = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
-_WORDS = """square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees
-cm gm pounds meters meals edges students childrentickets multiples"""
+_WORDS = """
+square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits
+cents degrees cm gm pounds meters meals edges students childrentickets multiples
+"""
 _REMOVED = (
     *_WORDS.split(),
-    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
+    *(
+        "\\text{s}",
+        "\\text{.}",
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}",
+        "\\text{}",
+    ),
     *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _PATTERNS = (

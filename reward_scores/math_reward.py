@@ -1,8 +1,10 @@
-"""MATH: the last ``\\boxed{...}``, compared as text after the normalisation of Hendrycks et al. (2021).
+"""MATH: the last ``\\boxed{...}``, compared as text after the normalisation of Hendrycks et al.
+(2021).
 
-``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a last box
-that is not closed loses an earlier one. ``robust`` reads the last box that is closed, or what is marked as the answer,
-and compares values; ``math_verify`` reads the same and compares by the library of that name.
+``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not
+1/4, and a last box that is not closed loses an earlier one. ``robust`` reads the last box that is
+closed, or what is marked as the answer, and compares values; ``math_verify`` reads the same and
+compares by the library of that name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from reward_scores.latex import closing_brace
 from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
-METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
+# And the library that may not end
+METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}
 EXAMPLES = (
     (r"So the graph has $\boxed{2}$ vertical asymptotes.", "2", 1.0),
     (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
@@ -28,17 +31,28 @@ EXAMPLES = (
 
 
 def score(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "published"
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "published",
 ) -> Score:
-    """Return 1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`.
+    """Return 1 where the last boxed answer equals the gold one: ``published`` as text after
+    :func:`strip_string`.
 
     A number as ground truth is read as text, but under ``published``, where it equals no answer.
     """
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
     if method != "published":
-        answer, equal = final_answer(response), equivalent if method == "robust" else math_verify_equal
-        return no_answer() if answer is None else graded(equal(answer, as_text(ground_truth)), cleaned(answer))
+        answer, equal = (
+            final_answer(response),
+            equivalent if method == "robust" else math_verify_equal,
+        )
+        return (
+            no_answer()
+            if answer is None
+            else graded(equal(answer, as_text(ground_truth)), cleaned(answer))
+        )
     answer = unbox(last_box(response))
     if answer is None:
         return no_answer()
@@ -46,7 +60,8 @@ def score(
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` with its braces, or ``\boxed x`` up to a ``$``; None where it is not closed."""
+    r"""Return the last ``\boxed{...}`` with its braces, or ``\boxed x`` up to a ``$``; None where
+    it is not closed."""
     if "\\boxed " in text:
         return "\\boxed " + text.rpartition("\\boxed ")[2].partition("$")[0]
     start = text.rfind("\\boxed")
@@ -59,7 +74,8 @@ def last_box(text: str) -> str | None:
 
 
 def unbox(box: str | None) -> str | None:
-    r"""Return a box's content; None for ``\fbox`` and for what is no box (published: only ``\boxed`` counts)."""
+    r"""Return a box's content; None for ``\fbox`` and for what is no box (published: only
+    ``\boxed`` counts)."""
     if box is None:
         return None
     if "\\boxed " in box:
@@ -70,7 +86,8 @@ def unbox(box: str | None) -> str | None:
 
 
 def is_equiv(answer: str | None, ground_truth: str | None) -> bool:
-    """Return whether two answers are equal after normalising, or as they stand where one cannot be normalised."""
+    """Return whether two answers are equal after normalising, or as they stand where one cannot be
+    normalised."""
     if answer is None or ground_truth is None:
         return answer is ground_truth
     if not isinstance(ground_truth, str):
@@ -89,13 +106,22 @@ def normalised(answer: str) -> str:
 
 
 _REPLACEMENTS = (
-    *(("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", "")),
+    *(
+        ("\n", ""),
+        ("\\!", ""),
+        ("\\\\", "\\"),
+        ("tfrac", "frac"),
+        ("dfrac", "frac"),
+        ("\\left", ""),
+        ("\\right", ""),
+    ),
     *(("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")),
 )
 
 
 def strip_string(text: str) -> str:
-    """Return the normal form of an answer in LaTeX. Raises ValueError where the published rules break down."""
+    """Return the normal form of an answer in LaTeX. Raises ValueError where the published rules
+    break down."""
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     text = _drop_unit(text)
@@ -127,7 +153,9 @@ def _brace_roots(text: str) -> str:
     head, *roots = text.split("\\sqrt")
     if "" in roots:
         raise ValueError("a root of nothing")
-    return head + "".join("\\sqrt" + (root if root[0] == "{" else f"{{{root[0]}}}{root[1:]}") for root in roots)
+    return head + "".join(
+        "\\sqrt" + (root if root[0] == "{" else f"{{{root[0]}}}{root[1:]}") for root in roots
+    )
 
 
 def _brace_fractions(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Multiplication (TinyZero): a whole number in ``<answer>``; 1 for the right one, 0.1 for another, 0 for none."""
+"""Multiplication (TinyZero): a whole number in ``<answer>``; 1 for the right one, 0.1 for another,
+0 for none."""
 
 from __future__ import annotations
 
@@ -35,14 +36,19 @@ def score(
 
 
 def extract(text: str) -> str | None:
-    """Return the answer in a prompt and its response, as published; None where it is not a whole number."""
+    """Return the answer in a prompt and its response, as published; None where it is not a whole
+    number."""
     if PROMPT_END not in text:
         return None
     found = between(text.partition(PROMPT_END)[2], "answer", one_line=True)
     answer = found[-1].strip() if found else ""
-    return answer if len(answer) <= MAX_DIGITS and re.fullmatch(r"[+-]?\d+(_\d+)*", answer) else None
+    return (
+        answer if len(answer) <= MAX_DIGITS and re.fullmatch(r"[+-]?\d+(_\d+)*", answer) else None
+    )
 
 
-def check_ground_truth(ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0) -> str | None:
+def check_ground_truth(
+    ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0
+) -> str | None:
     whole = re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", str(as_text(ground_truth)))
     return None if whole else f"must be a whole number, got {ground_truth!r:.200}"

@@ -1,4 +1,5 @@
-"""Write an answer in one spelling: without layout, units, labels and words that do not change its value.
+"""Write an answer in one spelling: without layout, units, labels and words that do not change its
+value.
 
 Text goes in and text comes out. :mod:`reward_scores.equivalence` compares what is left.
 """
@@ -15,27 +16,44 @@ _WORD_AND = rf"(?:{_TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|(?<=[\s\d}})])(?:and|or)(?=
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{\\?,\}(?: |\\[!,; ])*|, ?\\! ?)(?=\d{3}(?!\d))")
 _LAYOUT = re.compile(
     r"\\(?:left|right|middle|displaystyle|textstyle|limits|[bB]igg?[lrm]?|[lL]arge|bf|rm|it)(?![a-zA-Z])"
-    r"|(?<!\\)\\(?:[!,;: ]|q?quad)|[$`~]|\\[()\[\]](?!\d*pt)|\\(?:tag|hspace|phantom)\*? ?\{[^{}]*\}"
+    r"|(?<!\\)\\(?:[!,;: ]|q?quad)|[$`~]|\\[()\[\]](?!\d*pt)|\\(?:tag|hspace|phantom)\*? "
+    r"?\{[^{}]*\}"
     r"|(?<![\w)}\]])\*\*|\*\*(?![\w(\\{.+-])|\\\\$"
 )
 _DECORATED = re.compile(
-    r"\\(?:vec|overrightarrow|underline|bm|boldsymbol|(?:text)?color\{\w+\})(?![a-zA-Z]) ?(?:\{([^{}]*)\}|(\w))"
+    r"\\(?:vec|overrightarrow|underline|bm|boldsymbol|(?:text)?color\{\w+\})(?![a-zA-Z]) "
+    r"?(?:\{([^{}]*)\}|(\w))"
 )
 _PER_CENT = r"(?:per ?cent(?:age)?(?: points?)?|pct\.?)"
-_PERCENT = re.compile(rf"\s*(?:\\?%|{_TEXT}\{{\s*(?:{_PER_CENT}|\\?%)\s*\}}|(?<=\d) {_PER_CENT}(?!\w))")
-_MEMBER = re.compile(r"^(?:[a-zA-Z]|\([a-zA-Z](?:, ?[a-zA-Z])+\)) ?\\in(?![a-zA-Z]) ?")  # x \in (1,2) is (1,2)
-_ABOUT = re.compile(
-    rf"^(?:{_TEXT}\{{)?\s*(?:approximately|approx\.?|about|roughly|around)\s*\}}?\s*(?=[-\d.\\$])", re.I
+_PERCENT = re.compile(
+    rf"\s*(?:\\?%|{_TEXT}\{{\s*(?:{_PER_CENT}|\\?%)\s*\}}|(?<=\d) "
+    rf"{_PER_CENT}(?!\w))"
 )
-_INFINITY = re.compile(rf"{_TEXT}\{{\s*infinity\s*\}}|(?<![a-zA-Z\\])(?:[iI]nfinity|inf)(?![a-zA-Z])")
+# X \in (1,2) is (1,2)
+_MEMBER = re.compile(r"^(?:[a-zA-Z]|\([a-zA-Z](?:, ?[a-zA-Z])+\)) ?\\in(?![a-zA-Z]) ?")
+_ABOUT = re.compile(
+    rf"^(?:{_TEXT}\{{)?\s*(?:approximately|approx\.?|about|roughly|around)\s*\}}?\s*(?=[-\d.\\$])",
+    re.I,
+)
+_INFINITY = re.compile(
+    rf"{_TEXT}\{{\s*infinity\s*\}}|(?<![a-zA-Z\\])(?:[iI]nfinity|inf)(?![a-zA-Z])"
+)
 _STACKED = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}")  # {1 \over 2}
 _CASES = re.compile(r"\\begin\{cases\}([^&]*?)(?:\\\\)?\s*\\end\{cases\}")
-_REALS = re.compile(r"(?:all|the set of(?: all)?)?\s*real(?: numbers?|s)|\\mathbb\{?R\}?|\\mathbb R|\\R", re.I)
-_DESCRIBED = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|\\vert|\||:) ?(.*)\\\}")  # { x : x < 3 } is x < 3
+_REALS = re.compile(
+    r"(?:all|the set of(?: all)?)?\s*real(?: numbers?|s)|\\mathbb\{?R\}?|\\mathbb "
+    r"R|\\R",
+    re.I,
+)
+# { x : x < 3 } is x < 3
+_DESCRIBED = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|\\vert|\||:) ?(.*)\\\}")
 _FOR_ALL = re.compile(rf"\s*,?\s*{_TEXT}\{{\s*,?\s*(?:for (?:all|any|every|some)|where)\b.*$")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar) ?\{?(\d+)\}?")
 _OPEN_INTERVAL = re.compile(r"([\]\[])([^\[\](){}]*,[^\[\](){}]*)([\]\[])")
-_WITHOUT = re.compile(r"(?:\\mathbb ?\{?R\}?|\(-\\infty, ?\\infty\)) ?\\(?:setminus|backslash) ?\\\{([-\d., ]+)\\\}")
+_WITHOUT = re.compile(
+    r"(?:\\mathbb ?\{?R\}?|\(-\\infty, ?\\infty\)) ?\\(?:setminus|backslash) "
+    r"?\\\{([-\d., ]+)\\\}"
+)
 _SPELLINGS = """\\emptyset varnothing;\\ldots dots cdots dotsc dotsb;| lvert rvert vert;
 \\frac cfrac dfrac tfrac nicefrac sfrac;\\ne neq;\\approx simeq approxeq doteq thickapprox;
 ( lparen langle;) rparen rangle;[ lbrack;] rbrack;\\{ lbrace;\\} rbrace;\\tan tg;\\cot ctg;
@@ -47,13 +65,24 @@ _NAMED = {"dne": "does not exist", "no solutions": "no solution", "none": "no so
 # --- units ---
 
 _SIGNS = "\u20ac\u00a3\u00a5\u20b9\u00a2"
-_FRONT = re.compile(rf"(-?)\s*(\\\$|[{_SIGNS}]|{_TEXT}\{{\s*(?:\\?\$|USD|[{_SIGNS}])\s*\}})\s*(?=[-\d.\\])")
-_SHORT = "mm|cm|dm|km|mg|kg|ml|mL|ft|in|yd|mi|lb|lbs|oz|hr|hrs|sq|am|pm|AM|PM|Hz|kHz|kW|kJ|mph|rad|deg"
-_NOT_UNITS = r"(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|and|or|mod|inf|infty|infinity|st|nd|rd|th|times|factorial)\b)"
+_FRONT = re.compile(
+    rf"(-?)\s*(\\\$|[{_SIGNS}]|{_TEXT}\{{\s*(?:\\?\$|USD|[{_SIGNS}])\s*\}})\s*(?=[-\d.\\])"
+)
+_SHORT = (
+    "mm|cm|dm|km|mg|kg|ml|mL|ft|in|yd|mi|lb|lbs|oz|hr|hrs|sq|am|pm|AM|PM|Hz|kHz|kW|kJ|mph|rad|deg"
+)
+_NOT_UNITS = (
+    r"(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|and|or|mod|inf|infty|infinity|st|nd|rd|th|times"
+    r"|factorial)\b)"
+)
 _POWER = r"(?:\s*\^\{?[23]\}?)?"
-_WORDS = rf"\s{_NOT_UNITS}(?:[a-zA-Z]{{3,}}|{_SHORT}|[mgshLNJWV](?=/|$|\^))(?:[ /][a-zA-Z]+)*{_POWER}"
+_WORDS = (
+    rf"\s{_NOT_UNITS}(?:[a-zA-Z]{{3,}}|{_SHORT}|[mgshLNJWV](?=/|$|\^))(?:[ "
+    rf"/][a-zA-Z]+)*{_POWER}"
+)
 _BEHIND = re.compile(
-    rf"\s*(?:(?:{_TEXT}\{{\s*{_NOT_UNITS}(?![^{{}}]*=)[^{{}}\d]*(?:\^[23][^{{}}\d]*)?\}}{_POWER}\s*[/\\ ]*)+"
+    rf"\s*(?:(?:{_TEXT}\{{\s*{_NOT_UNITS}(?![^{{}}]*=)[^{{}}\d]*(?:\^[23][^{{}}\d]*)?\}}{_POWER}"
+    rf"\s*[/\\ ]*)+"
     rf"|\^\{{?\\circ\}}?\s*(?:{_TEXT}\{{\s*)?[CF]?\}}?|\\degree|\\%|(?<=\d)(?:{_SHORT}){_POWER}|{_WORDS}"
     rf"|(?:\\\$|[{_SIGNS}]))$"
 )
@@ -63,8 +92,13 @@ degc degreescelsius degreecelsiu;rad radian;in inche inch;ft foot feet;yd yard;m
 lb pound lbs;oz ounce;h hour hr;min minute;s second sec;m meter metre;cm centimeter centimetre;
 mm millimeter millimetre;km kilometer kilometre;g gram;kg kilogram;l liter litre;mi/h mph;
 km/h kph kmh"""
-_UNIT_NAMES = {"unit": "", **{name: one for one, *names in map(str.split, _UNITS.split(";")) for name in names}}
-_WORDS_OF_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_UNIT_NAMES = {
+    "unit": "",
+    **{name: one for one, *names in map(str.split, _UNITS.split(";")) for name in names},
+}
+_WORDS_OF_BASES = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
 _BASES = _WORDS_OF_BASES.split()
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=\d)\s*(?:{_TEXT}\{{\s*)?({'|'.join(_SCALES)})s?\b(?:\s*\}})?")
@@ -84,16 +118,24 @@ def normal(answer: str) -> str:
     text = re.sub(r"(\.\d+)\s*\.{3}", r"\1\\ldots", text)  # 0.333... is not 0.333
     while text.endswith((".", ",")) and text.rstrip(".,").rstrip():
         text = text[:-1].rstrip()
-    text = re.sub(rf"{_TEXT}\{{\s*(?=[-\d.,]+(?:\s+[a-zA-Z]|\s*\}}))([^{{}}]*)\}}", r"\1", text)  # \text{5 apples}
+    # \text{5 apples}
+    text = re.sub(rf"{_TEXT}\{{\s*(?=[-\d.,]+(?:\s+[a-zA-Z]|\s*\}}))([^{{}}]*)\}}", r"\1", text)
     text = _ABOUT.sub(r"\\approx ", _INFINITY.sub(r"\\infty ", text))
     text = _STACKED.sub(
-        lambda found: f"\\{'frac' if found[2] == 'over' else 'binom'}{{{found[1]}}}{{{found[3]}}}", text
+        lambda found: f"\\{'frac' if found[2] == 'over' else 'binom'}{{{found[1]}}}{{{found[3]}}}",
+        text,
     )
-    text = _CASES.sub(lambda found: found[1].replace("\\\\", ","), text).rpartition("\\implies")[2].strip()
+    text = (
+        _CASES.sub(lambda found: found[1].replace("\\\\", ","), text)
+        .rpartition("\\implies")[2]
+        .strip()
+    )
     text = _SCALE.sub(lambda found: f"\\times 10^{_SCALES[found[1]]}", _PERCENT.sub(r"\\%", text))
     text = re.sub(r"([\^_])\{([^\W_])\}(?!\w)", r"\1\2", text)
     text = re.sub(r"(?<![\w)}\]])\+\s*(?=\\infty)", "", text)
-    text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
+    text = re.sub(
+        r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text
+    )
     text = _REPEATING.sub(_fraction, _MEMBER.sub("", _FOR_ALL.sub("", text)))
     text = re.sub(rf",\s*(?={_WORD_AND})", " ", text)
     text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
@@ -102,7 +144,9 @@ def normal(answer: str) -> str:
     if (described := _DESCRIBED.fullmatch(text)) is not None:
         text = described[1]
     if (interval := _OPEN_INTERVAL.fullmatch(text)) is not None:
-        text = f"{'(' if interval[1] == ']' else '['}{interval[2]}{')' if interval[3] == '[' else ']'}"
+        text = (
+            f"{'(' if interval[1] == ']' else '['}{interval[2]}{')' if interval[3] == '[' else ']'}"
+        )
     if (without := _WITHOUT.fullmatch(text)) is not None:
         text = _gaps(without[1])
     text = " ".join(text.split())
@@ -128,12 +172,14 @@ def plain_words(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""Return a value and its unit, in one spelling; no unit is "". ``5\text{th}`` has none: it is not 5."""
+    r"""Return a value and its unit, in one spelling; no unit is "". ``5\text{th}`` has none: it is
+    not 5."""
     if (front := _FRONT.match(text)) is not None:
         sign = front[2]
         rest = (front[1] + text[front.end() :]).strip()
         return rest, "$" if "$" in sign or "USD" in sign else sign
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):  # an angle's degrees are part of its value
+    # An angle's degrees are part of its value
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
         return text, ""
     found = _BEHIND.search(text)
     if found is None or not re.search(r"\d|\\pi", text[: found.start()]):
@@ -145,8 +191,16 @@ def _unit_name(text: str) -> str:
     name = re.sub(r"[\s{}\\]|\btext|mathrm|mbox", "", plain_words(text)).replace("^circ", "deg")
     if name in ("%", "degree"):
         return {"degree": "deg"}.get(name, name)
-    power = "^2" if re.search("sq(?:uare)?|\\^2", name) else "^3" if re.search("cu(?:bic)|\\^3", name) else ""
-    parts = re.split("/|per", re.sub("square[ds]?|sq\\.?|cubi?c|cubed|\\^[23]", "", name.casefold()))
+    power = (
+        "^2"
+        if re.search("sq(?:uare)?|\\^2", name)
+        else "^3"
+        if re.search("cu(?:bic)|\\^3", name)
+        else ""
+    )
+    parts = re.split(
+        "/|per", re.sub("square[ds]?|sq\\.?|cubi?c|cubed|\\^[23]", "", name.casefold())
+    )
     singular = [part if len(part) < 3 else part.removesuffix("s") for part in parts]
     return "/".join(_UNIT_NAMES.get(part, part) for part in singular) + power
 
@@ -154,17 +208,24 @@ def _unit_name(text: str) -> str:
 def split_modulus(text: str) -> tuple[str, str]:
     r"""Return a value and what it is taken modulo: ``42 \pmod{100}``."""
     found = re.search(
-        r"\s*,?\s*(?:\\pmod|\(?\s*(?:\\?b?mod(?![a-z])|\\text\{\s*mod(?:ulo)?\s*\}))\s*\{?(\w+)\}?\)?$", text
+        r"\s*,?\s*(?:\\pmod|\(?\s*(?:\\?b?mod(?![a-z])|\\text\{\s*mod(?:ulo)?\s*\}))\s*\{?(\w+)\}?\)?$",
+        text,
     )
     return (text, "") if found is None else (text[: found.start()].strip(), found[1])
 
 
 def choice(text: str, alone: bool = False) -> str | None:
-    r"""Return the letter of a choice: E, (E), ``\text{(E)}``, E), ``\textbf{(E) } 12``; None for anything else.
+    r"""Return the letter of a choice: E, (E), ``\text{(E)}``, E), ``\textbf{(E) } 12``; None for
+    anything else.
 
     ``alone``: nothing but the letter may be there.
     """
-    words = re.sub(r"^(?:option|choice|answer)\s+", "", " ".join(plain_words(text).split()), flags=re.IGNORECASE)
+    words = re.sub(
+        r"^(?:option|choice|answer)\s+",
+        "",
+        " ".join(plain_words(text).split()),
+        flags=re.IGNORECASE,
+    )
     pure = re.fullmatch(r"\(?([A-J])\)?[.:]?", words)
     if pure is None and not alone:
         pure = re.fullmatch(r"(?:\(([A-J])\)|([A-J])(?:[):]|\.(?= )))\s*(?!.*\([A-J]\)).+", words)

@@ -1,9 +1,11 @@
-"""PRIME's mathematics scorer: a generous reading of the answer, then PRM800K's grader, then numbers within 1e-4.
+"""PRIME's mathematics scorer: a generous reading of the answer, then PRM800K's grader, then numbers
+within 1e-4.
 
-Published semantics without its ``eval`` of model output: pi in a number is computed by ``reward_scores.arithmetic``,
-and answers of matrices written as Python lists are not read. It takes 0.01 for 1 and ``1,2`` for 12; ``robust`` and
-``math_verify`` do not, and where there is a closed box or an ``Answer:`` they read nothing else. They compare by
-values, and by the library of that name.
+Published semantics without its ``eval`` of model output: pi in a number is computed by
+``reward_scores.arithmetic``, and answers of matrices written as Python lists are not read. It takes
+0.01 for 1 and ``1,2`` for 12; ``robust`` and ``math_verify`` do not, and where there is a closed
+box or an ``Answer:`` they read nothing else. They compare by values, and by the library of that
+name.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from reward_scores.prm800k import grade_answer
 from reward_scores.score import Score, as_text, graded, no_answer, plain, text_problem
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 
-METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
+# And the library that may not end
+METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}
 EXAMPLES = (
     (r"Adding them gives \boxed{1+x}", "x+1", 1.0),
     (r"So the length is \boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
@@ -37,7 +40,10 @@ _VERBS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n
 
 
 def score(
-    response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, method: str = "published"
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "published",
 ) -> Score:
     """Return 1 for an equal answer. ``robust`` and ``math_verify`` compare exactly."""
     if method not in METHODS:
@@ -45,14 +51,17 @@ def score(
     found, answer = match_answer(response)
     if method != "published" and (marked := final_answer(response)):
         found, answer = True, marked
-    right = _EQUAL[method](answer, str(plain(ground_truth) if method == "published" else as_text(ground_truth)))
+    right = _EQUAL[method](
+        answer, str(plain(ground_truth) if method == "published" else as_text(ground_truth))
+    )
     if not right and not found:
         return no_answer()
     return graded(right, cleaned(answer))
 
 
 def match_answer(text: str) -> tuple[bool, str]:
-    """Return whether the text marks an answer and that holds a digit, and the text that is left as the answer."""
+    """Return whether the text marks an answer and that holds a digit, and the text that is left as
+    the answer."""
     found = False
     for mark in _BEFORE:
         text, seen = _after_last(text, mark)
@@ -98,18 +107,24 @@ _EQUAL = {"published": is_correct, "robust": equivalent, "math_verify": math_ver
 
 
 def _math_equal(answer: str, gold: str, pi: float) -> bool:
-    """Compare as text without case, spaces and brackets, or as numbers within 1e-4, a factor of 100 allowed."""
+    """Compare as text without case, spaces and brackets, or as numbers within 1e-4, a factor of 100
+    allowed."""
     try:
         given, wanted = _value(answer, pi), _value(gold, pi)
     except (ValueError, OverflowError):
         return False
     given = given[:MAX_CHARS]
-    if given.strip().lower() == wanted.strip().lower() or given.replace(" ", "") == wanted.replace(" ", ""):
+    if given.strip().lower() == wanted.strip().lower() or given.replace(" ", "") == wanted.replace(
+        " ", ""
+    ):
         return True
     numbers = _number(given), _number(wanted)
     if None not in numbers:
         number, goal = numbers
-        return any(math.isclose(scaled, number, rel_tol=TOLERANCE) for scaled in (goal / 100, goal, goal * 100))
+        return any(
+            math.isclose(scaled, number, rel_tol=TOLERANCE)
+            for scaled in (goal / 100, goal, goal * 100)
+        )
     return bool(given) and _same_text_or_parts(given.strip(), wanted.strip())
 
 
@@ -126,12 +141,17 @@ def _same_text_or_parts(given: str, wanted: str) -> bool:
     if alike and _equal_lists(given[1:-1].split(","), wanted[1:-1].split(",")):
         return True
     if "," in given and "," in wanted:
-        return _equal_lists([part.strip() for part in given.split(",")], [part.strip() for part in wanted.split(",")])
+        return _equal_lists(
+            [part.strip() for part in given.split(",")],
+            [part.strip() for part in wanted.split(",")],
+        )
     return False
 
 
 def _equal_lists(given: list[str], wanted: list[str]) -> bool:
-    return len(given) == len(wanted) and all(_math_equal(a, b, math.pi) for a, b in zip(given, wanted, strict=True))
+    return len(given) == len(wanted) and all(
+        _math_equal(a, b, math.pi) for a, b in zip(given, wanted, strict=True)
+    )
 
 
 def _value(text: str, pi: float) -> str:

@@ -1,7 +1,8 @@
-"""Rewrite an answer as PRIME's published scorer runs it: a script in a function behind many imports.
+"""Rewrite an answer as PRIME's published scorer runs it: a script in a function behind many
+imports.
 
-An answer is read by Python's parser here, which can take long, or all memory, for a hostile text: ``prime_code`` runs
-this file in its sandbox. It imports nothing but the standard library.
+An answer is read by Python's parser here, which can take long, or all memory, for a hostile text:
+``prime_code`` runs this file in its sandbox. It imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -10,11 +11,25 @@ import ast
 
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
 _IMPORTED = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *(
+        "string",
+        "re",
+        "datetime",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+        "math",
+        "random",
+        "statistics",
+    ),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
 HEAD = "\n".join(
-    [*(f"from {name} import *" for name in _IMPORTED), *(f"import {name}" for name in _IMPORTED[:-2])]
+    [
+        *(f"from {name} import *" for name in _IMPORTED),
+        *(f"import {name}" for name in _IMPORTED[:-2]),
+    ]
     + ["sys.setrecursionlimit(6 * 10**5)", ""]
 )
 # As published, names bound to the streams before the call lead nowhere.
@@ -31,7 +46,8 @@ def prepared(source: str) -> tuple[str, bool, bool]:
 
 
 def as_function(source: str) -> str:
-    """Return the script as published: in a function ``code`` behind many imports, its main guard taken away."""
+    """Return the script as published: in a function ``code`` behind many imports, its main guard
+    taken away."""
     lines, inside = [], False
     for line in _without_guard(source).split("\n"):
         imports = line.startswith(("from ", "import "))

@@ -1,7 +1,9 @@
-"""OpenAI's PRM800K answer grader, which prime_math and geo3k build on: equal text, or an equal formula.
+"""OpenAI's PRM800K answer grader, which prime_math and geo3k build on: equal text, or an equal
+formula.
 
-Published semantics: equality of formulas is sympy's, which may not end (``reward_scores.symbolic``). A formula's text
-is made by a small reader of LaTeX, and what sympy gets of it by another one, which evaluates nothing.
+Published semantics: equality of formulas is sympy's, which may not end
+(``reward_scores.symbolic``). A formula's text is made by a small reader of LaTeX, and what sympy
+gets of it by another one, which evaluates nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from reward_scores.math_reward import normalised
 from reward_scores.symbolic import same_formula
 
 _TUPLE = "()[]"
-_UNITS = """degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter"""
+_UNITS = """
+degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter
+"""
 _UNIT_PATTERNS = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS.split())
 _UNSAFE = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
@@ -21,7 +25,8 @@ _MAX_UNKNOWNS = 2
 
 
 def grade_answer(given: str | None, gold: str) -> bool:
-    """Compare after either normalisation, or part by part; unreduced fractions and 5.0 for 5 in a formula fail."""
+    """Compare after either normalisation, or part by part; unreduced fractions and 5.0 for 5 in a
+    formula fail."""
     if given is None:
         return False
     if _hendrycks(gold) == _hendrycks(given):
@@ -55,7 +60,8 @@ def _same_element(gold: str, given: str) -> bool:
 
 
 def normalize(answer: str) -> str:
-    """Return lower case without units, currency and percent signs, commands as text, whole numbers in one spelling."""
+    """Return lower case without units, currency and percent signs, commands as text, whole numbers
+    in one spelling."""
     words = re.search(r"^\\text\{(.+?)\}$", answer)
     text = words[1] if words else answer
     for old in ("\\%", "\\$", "$", "%"):
@@ -80,7 +86,10 @@ def normalize(answer: str) -> str:
 def _as_text(latex: str) -> str:
     try:
         return to_text(
-            latex.replace("\\frac", " \\frac").replace("\\tfrac", " \\frac").replace("\\dfrac", " \\frac"), PLAIN
+            latex.replace("\\frac", " \\frac")
+            .replace("\\tfrac", " \\frac")
+            .replace("\\dfrac", " \\frac"),
+            PLAIN,
         )
     except NotLatex:
         return latex
@@ -111,5 +120,10 @@ def split_tuple(text: str) -> list[str]:
     """Return the elements of a flat tuple or interval; the text itself for anything else."""
     text = _without_separators(text)
     inner = text[1:-1]
-    flat = len(text) > 2 and text[0] in _TUPLE and text[-1] in _TUPLE and not any(char in inner for char in _TUPLE)
+    flat = (
+        len(text) > 2
+        and text[0] in _TUPLE
+        and text[-1] in _TUPLE
+        and not any(char in inner for char in _TUPLE)
+    )
     return [element.strip() for element in inner.split(",")] if flat else [text]

@@ -1,16 +1,18 @@
 """Open questions with short answers in ``<answer>``: exact match, substring match, or word overlap.
 
-``robust`` is ``em`` without the limit, and reads letters with and without accents, typographic quotes and dashes, and
-invisible characters as the plain ones; it keeps what tells answers apart: 1.5 is not 15, C# is not C, and a last "A" is
-no article.
+``robust`` is ``em`` without the limit, and reads letters with and without accents, typographic
+quotes and dashes, and invisible characters as the plain ones; it keeps what tells answers apart:
+1.5 is not 15, C# is not C, and a last "A" is no article.
 
-``em`` and ``subem`` are verl's ``search_r1_like_qa_em``, on the response alone; with ``min_answers=2`` and
-``max_tags=None`` they are Search-R1's ``qa_em``, which reads prompt and response and relies on the example in the
-prompt (on the response alone that is ``max_tags=None``). ``f1`` is SQuAD's.
+``em`` and ``subem`` are verl's ``search_r1_like_qa_em``, on the response alone; with
+``min_answers=2`` and ``max_tags=None`` they are Search-R1's ``qa_em``, which reads prompt and
+response and relies on the example in the prompt (on the response alone that is ``max_tags=None``).
+``f1`` is SQuAD's.
 
-A gold answer that normalises to nothing (``A+``, ``#``) is compared as it is written, in lower case, so that an empty
-answer is never right. There the published functions differ: to them every answer of articles and punctuation is right,
-and so is an empty one. With ``subem``, as published, such a gold is part of every other answer.
+A gold answer that normalises to nothing (``A+``, ``#``) is compared as it is written, in lower
+case, so that an empty answer is never right. There the published functions differ: to them every
+answer of articles and punctuation is right, and so is an empty one. With ``subem``, as published,
+such a gold is part of every other answer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from reward_scores.tags import between, opened_tag
 MAX_CHARS = 1000  # longer answers are normalised as published
 METHODS = ("em", "subem", "f1", "robust")
 EXAMPLES = (
-    ("<think>the capital</think> <answer>Paris</answer>", {"target": ["Paris", "Paris, France"]}, 1.0),
+    (
+        "<think>the capital</think> <answer>Paris</answer>",
+        {"target": ["Paris", "Paris, France"]},
+        1.0,
+    ),
     ("<answer> The Paris. </answer>", {"target": "paris"}, 1.0),
     ("<answer>Paris</answer> no: <answer>London</answer>", {"target": ["Paris"]}, 0.0),
     ("Paris", {"target": ["Paris"]}, 0.0),
@@ -41,21 +47,43 @@ _TYPOGRAPHIC = str.maketrans(
         **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bb\u02bc\u00b4`", "'"),
         **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
-        **dict(zip("\u0130\u0131\u00f8\u00d8\u0142\u0141\u0111\u0110\u00f0\u00d0", "IioOlLdDdD", strict=True)),
-        **{"\u00e6": "ae", "\u00c6": "AE", "\u0153": "oe", "\u0152": "OE", "\u00fe": "th", "\u00de": "Th"},
+        **dict(
+            zip(
+                "\u0130\u0131\u00f8\u00d8\u0142\u0141\u0111\u0110\u00f0\u00d0",
+                "IioOlLdDdD",
+                strict=True,
+            )
+        ),
+        **{
+            "\u00e6": "ae",
+            "\u00c6": "AE",
+            "\u0153": "oe",
+            "\u0152": "OE",
+            "\u00fe": "th",
+            "\u00de": "Th",
+        },
         **dict.fromkeys("\u00a3\u20ac\u00a5\u00ae\u2122\u00a9\u00bf\u00a1\u2026", " "),
     }
 )
 # Punctuation that stays is away, as private characters, while the rest is dropped
 _AWAY = str.maketrans("./:#+-", "\ue001\ue002\ue003\ue004\ue005\ue006")
 _BACK = {code: sign for sign, code in zip("./:#+-", _AWAY.values(), strict=True)}
-_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-seventeen eighteen nineteen twenty"""
+_WORDS = """
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+sixteen seventeen eighteen nineteen twenty
+"""
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NUMBERS = {
     **{word: at for at, word in enumerate(_WORDS.split())},
     **{word: 10 * at for at, word in enumerate(_TENS.split(), 2)},
-    **{"first": "1st", "second": "2nd", "third": "3rd", "fourth": "4th", "fifth": "5th", "sixth": "6th"},
+    **{
+        "first": "1st",
+        "second": "2nd",
+        "third": "3rd",
+        "fourth": "4th",
+        "fifth": "5th",
+        "sixth": "6th",
+    },
     **{"seventh": "7th", "eighth": "8th", "ninth": "9th", "tenth": "10th"},
 }
 _TWO_WORDS = re.compile(rf"\b({'|'.join(_TENS.split())}) ({'|'.join(_WORDS.split()[1:10])})\b")
@@ -71,12 +99,14 @@ def score(
     min_answers: int = 1,
     max_tags: int | None = 10,
 ) -> Score:
-    """Return ``correct_score`` for a gold answer, ``format_score`` for another one, 0 where there is none.
+    """Return ``correct_score`` for a gold answer, ``format_score`` for another one, 0 where there
+    is none.
 
-    With ``em``, a right answer among more than ``max_tags`` opening or closing tags counts a quarter.
+    With ``em``, a right answer among more than ``max_tags`` opening or closing tags counts a
+    quarter.
 
-    ``ground_truth`` holds ``target``: a text or several. With ``f1`` the value is the best overlap with a gold
-    answer, and ``acc`` is still the exact match.
+    ``ground_truth`` holds ``target``: a text or several. With ``f1`` the value is the best overlap
+    with a gold answer, and ``acc`` is still the exact match.
     """
     if method not in METHODS:
         raise ValueError(f"qa_em method={method!r}: must be one of {', '.join(METHODS)}")
@@ -86,11 +116,18 @@ def score(
     said, golds = normalize_answer(answer), targets(ground_truth)
     if method == "robust":
         said = plain_answer(answer)
-        right = any(said == plain_answer(gold) != "" or answer.strip() == gold.strip() != "" for gold in golds)
+        right = any(
+            said == plain_answer(gold) != "" or answer.strip() == gold.strip() != ""
+            for gold in golds
+        )
     else:
         right = any(is_gold(said, answer, gold) for gold in golds)
     if method == "f1":
-        best = 1.0 if right else max((_overlap(said, _normal_gold(gold)) for gold in golds), default=0.0)
+        best = (
+            1.0
+            if right
+            else max((_overlap(said, _normal_gold(gold)) for gold in golds), default=0.0)
+        )
         return graded(right, said, best * correct_score, f1=best)
     if method == "subem" and said:
         right = any(_normal_gold(gold) in said for gold in golds)
@@ -112,7 +149,8 @@ def _listed(target: Any) -> Sequence[Any]:
 
 
 def is_gold(said: str, answer: str, gold: str) -> bool:
-    """Return whether an answer, in normal form ``said``, is gold; as written where nothing is left of the gold one."""
+    """Return whether an answer, in normal form ``said``, is gold; as written where nothing is left
+    of the gold one."""
     wanted = _normal_gold(gold)
     if wanted:
         return said == wanted
@@ -126,18 +164,26 @@ def extract(text: str, min_answers: int = 1) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    """Return lower case without ASCII punctuation and articles, with single spaces (SQuAD, in this order)."""
+    """Return lower case without ASCII punctuation and articles, with single spaces (SQuAD, in this
+    order)."""
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def plain_answer(text: str) -> str:
-    """Return an answer in lower case without accents, articles and the punctuation that does not change it."""
+    """Return an answer in lower case without accents, articles and the punctuation that does not
+    change it."""
     if len(text) > MAX_CHARS:
         return normalize_answer(text)
-    text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).casefold().replace("\u2044", "/")
-    text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))  # accents, invisible
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)  # 1,000, U.S., O'Neill
+    text = (
+        unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC))
+        .casefold()
+        .replace("\u2044", "/")
+    )
+    # Accents, invisible
+    text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))
+    # 1,000, U.S., O'Neill
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)
     text = re.sub(
         r"(?<=\d)[./:](?=\d)|(?<=\w)[#+]+(?!\w)|(?<![\w ])-(?=\d)|^-(?=\d)",
         lambda found: found[0].translate(_AWAY),
@@ -145,7 +191,8 @@ def plain_answer(text: str) -> str:
     )
     text = re.sub(rf"[{re.escape(string.punctuation)}\u00ab\u00bb]", " ", text)
     text = re.sub(r"\b(?:a|an|the) (?=(?:\w+ )*?(?!(?:a|an|the)\b)\w)", "", " ".join(text.split()))
-    text = re.sub(r"\b(?:[a-z] )+[a-z]\b", lambda found: found[0].replace(" ", ""), text)  # J. K. Rowling
+    # J. K. Rowling
+    text = re.sub(r"\b(?:[a-z] )+[a-z]\b", lambda found: found[0].replace(" ", ""), text)
     text = _TWO_WORDS.sub(lambda found: str(_NUMBERS[found[1]] + _NUMBERS[found[2]]), text)
     text = text.translate(_BACK)
     if re.fullmatch(r"\d+\.\d*0", text):  # a number alone: in Python 3.10 the 0 counts
@@ -159,7 +206,8 @@ def _normal_gold(gold: str) -> str:
 
 
 def _overlap(said: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over words; 0 where one of the two has none."""
+    """Return the harmonic mean of precision and recall over words; 0 where one of the two has
+    none."""
     words, wanted = Counter(said.split()), Counter(gold.split())
     shared = sum((words & wanted).values())
     return 2 * shared / (words.total() + wanted.total()) if shared else 0.0
@@ -177,7 +225,10 @@ def check_ground_truth(ground_truth: Any, method: str = "em", **options: Any) ->
         return "target holds no gold answer"
     empty = _nothing(ground_truth)
     if empty and method == "subem":
-        return f"{empty!r:.200} normalises to nothing, which is part of every answer; use another method"
+        return (
+            f"{empty!r:.200} normalises to nothing, which is part of every answer; use another "
+            f"method"
+        )
     return None
 
 

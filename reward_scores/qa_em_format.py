@@ -1,8 +1,8 @@
 """Exact match with a reward for well-formed search episodes (Search-R1's ``qa_em_format``).
 
-The structure is read from the whole episode, tool output included; the answer is read from what the policy wrote,
-and what was retrieved from what the tool returned, so that neither can be faked in the other's place. Without the
-episode's segments all three are read from the response.
+The structure is read from the whole episode, tool output included; the answer is read from what the
+policy wrote, and what was retrieved from what the tool returned, so that neither can be faked in
+the other's place. Without the episode's segments all three are read from the response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from reward_scores.qa_em import note_ground_truth as note_ground_truth
 from reward_scores.score import Score, graded, no_answer
 from reward_scores.tags import between, opened_tag
 
-_SEARCHED = "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"
+_SEARCHED = (
+    "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"
+)
 EXAMPLES = (
     (f"{_SEARCHED}\n<answer>Paris</answer>", {"target": ["Paris"]}, 1.0),
     ("<think>t</think><answer>Paris</answer>", {"target": "paris"}, 1.0),
@@ -66,20 +68,28 @@ def score(
 
 
 def judge(
-    valid: bool, retrieved: bool, answer: str | None, golds: Any, rewards: tuple[float, float, float, float]
+    valid: bool,
+    retrieved: bool,
+    answer: str | None,
+    golds: Any,
+    rewards: tuple[float, float, float, float],
 ) -> Score:
-    """Score by the published rule. ``rewards`` are those of structure, final format, retrieval and a right answer."""
+    """Score by the published rule. ``rewards`` are those of structure, final format, retrieval and
+    a right answer."""
     structure, final, retrieval, correct = rewards
     pred = None if answer is None else normalize_answer(answer)
     parts = {"format": float(valid), "retrieved": float(retrieved)}
     if pred is not None and any(is_gold(pred, answer, gold) for gold in golds):
         return graded(True, pred, correct if valid else correct - structure, **parts)
-    value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if pred is None else final)
+    value = (
+        structure + (retrieval if retrieved else 0.0) if valid else (0.0 if pred is None else final)
+    )
     return no_answer(value, **parts) if pred is None else graded(False, pred, value, **parts)
 
 
 def structure_problem(text: str) -> str | None:
-    """Return what breaks the sequence think, (search, information, think)*, answer after the assistant's mark."""
+    """Return what breaks the sequence think, (search, information, think)*, answer after the
+    assistant's mark."""
     start = re.search(r"<\|im_start\|>assistant\s*", text)
     if start is None:
         return "Missing assistant marker"
@@ -106,7 +116,8 @@ def blocks(text: str) -> list[str]:
 
 
 def is_retrieved(passages: list[str], golds: Any) -> bool:
-    """Return whether a gold answer stands in a passage, after normalising; one of nothing stands in none."""
+    """Return whether a gold answer stands in a passage, after normalising; one of nothing stands in
+    none."""
     found = [normalize_answer(passage) for passage in passages]
     wanted = [normal for gold in golds if (normal := normalize_answer(gold))]
     return any(normal in passage for normal in wanted for passage in found)

@@ -1,8 +1,10 @@
-"""Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test. Scores are those of verl's client.
+"""Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test. Scores are those of
+verl's client.
 
-What the server could not do scores nothing under ``published``, with status crash, and raises under ``robust``, so that
-``reward_model.on_error`` decides. A program that uses up the time of an answer, or prints more than is read here, is a
-failure of the program: the server gets less time than the answer has, so that it is the server that ends it.
+What the server could not do scores nothing under ``published``, with status crash, and raises under
+``robust``, so that ``reward_model.on_error`` decides. A program that uses up the time of an answer,
+or prints more than is read here, is a failure of the program: the server gets less time than the
+answer has, so that it is the server that ends it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class FusionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """``reward_model.sandbox_fusion``: the whole address, ``/run_code`` included, and what a program may use."""
+    """``reward_model.sandbox_fusion``: the whole address, ``/run_code`` included, and what a
+    program may use."""
 
     url: str
     max_concurrent: int = 64  # requests of this process at a time
@@ -69,7 +72,8 @@ class Server:
     def client(self) -> HttpClient:
         """Return the client of this server, which all answers that this process scores share.
 
-        One that is away is waited for once, and not for every answer. No client outlives a fork: its thread does not.
+        One that is away is waited for once, and not for every answer. No client outlives a fork:
+        its thread does not.
         """
         from reward_scores.http_client import HttpOptions
 
@@ -85,7 +89,9 @@ class Server:
         left = self.end - time.monotonic()
         try:
             async with asyncio.timeout(None if math.isinf(left) else left):
-                return await client.request("POST", self.url, lambda: self._body(source, stdin), Reply.json), ""
+                return await client.request(
+                    "POST", self.url, lambda: self._body(source, stdin), Reply.json
+                ), ""
         except _NoTimeLeft:
             return TOO_LATE, ""
         except ReplyTooLong:
@@ -93,7 +99,11 @@ class Server:
         except TimeoutError:
             return None, f"{self.url}: no answer in the time of the answer (reward_model.timeout_s)"
         except RequestFailed as failure:
-            tries = f" (try {failure.failures.total()}, give_up_s={self.give_up_s:g})" if failure.may_pass else ""
+            tries = (
+                f" (try {failure.failures.total()}, give_up_s={self.give_up_s:g})"
+                if failure.may_pass
+                else ""
+            )
             return None, f"{self.url}: {failure}{tries}"
 
     def _body(self, source: str, stdin: str | None) -> dict[str, Any]:
@@ -138,17 +148,22 @@ def score(
     total_timeout_s: float = math.inf,
     **server: Any,
 ) -> Score:
-    """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
+    """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where
+    all of them pass.
 
-    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed. ``server`` are fields
-    of :class:`Server`. Raises FusionError under ``method="robust"`` where the server failed.
+    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed.
+    ``server`` are fields of :class:`Server`. Raises FusionError under ``method="robust"`` where the
+    server failed.
     """
     empty = dict.fromkeys(PARTS, 0.0)
     source = extract(response) if method == "published" else unit_tests.extract(response)
     tests = published_tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
-    end, spare = time.monotonic() + total_timeout_s, min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
+    end, spare = (
+        time.monotonic() + total_timeout_s,
+        min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s),
+    )
     results, problems = check(Server(**server, end=end, spare=spare), source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:
@@ -164,7 +179,8 @@ def score(
 
 
 def extract(response: str) -> str | None:
-    """Return, as published, the text after the last mark of Python, else the first block, else None."""
+    """Return, as published, the text after the last mark of Python, else the first block, else
+    None."""
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
     if "```" not in response:
@@ -174,7 +190,9 @@ def extract(response: str) -> str | None:
     return rest if newline and first.strip().isalpha() else source
 
 
-def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def published_tests(
+    ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
     """Return the tests as they stand; None where they cannot be read."""
     given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
     if isinstance(given, (str, bytes)):
@@ -183,17 +201,22 @@ def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> 
         except ValueError:
             return None
     given = unit_tests.as_columns(plain(given))
-    return given if isinstance(given, Mapping) and "inputs" in given and "outputs" in given else None
+    return (
+        given if isinstance(given, Mapping) and "inputs" in given and "outputs" in given else None
+    )
 
 
-Result = tuple[bool | int, str]  # True, False, -1 server, -2 run, -3 time, -4 compilation; and its name
+# True, False, -1 server, -2 run, -3 time, -4 compilation; and its name
+Result = tuple[bool | int, str]
 
 
 def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[Result], list[str]]:
     """Return every test's result, and the server's failures."""
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if len(inputs) != len(outputs):
-        return [(-1, "input_output_mismatch")] * len(inputs), [f"{len(inputs)} inputs and {len(outputs)} outputs"]
+        return [(-1, "input_output_mismatch")] * len(inputs), [
+            f"{len(inputs)} inputs and {len(outputs)} outputs"
+        ]
     if tests.get("fn_name"):
         source += _CALLER.format(name=tests["fn_name"])
 
@@ -203,7 +226,10 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
 
     client = server.client()
     answers = client.submit(run_all()).result()
-    results = [read_answer(answer, problem, str(out)) for (answer, problem), out in zip(answers, outputs, strict=True)]
+    results = [
+        read_answer(answer, problem, str(out))
+        for (answer, problem), out in zip(answers, outputs, strict=True)
+    ]
     problems = [
         problem or f"the server says {status}"
         for (result, status), (_, problem) in zip(results, answers, strict=True)
@@ -214,7 +240,9 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
 
 def after_compilation(results: Sequence[Result]) -> list[Result]:
     """Give all tests behind the first that did not compile its result, as published."""
-    first = next((number for number, (result, _) in enumerate(results) if result == -4), len(results))
+    first = next(
+        (number for number, (result, _) in enumerate(results) if result == -4), len(results)
+    )
     return [
         (-4, "compile_error_skipped") if number > first and result != -4 else (result, status)
         for number, (result, status) in enumerate(results)
@@ -222,7 +250,8 @@ def after_compilation(results: Sequence[Result]) -> list[Result]:
 
 
 def read_answer(answer: Any, problem: str, wanted: str) -> Result:
-    """Return the result of a test that expects the output ``wanted``, from one answer of the server."""
+    """Return the result of a test that expects the output ``wanted``, from one answer of the
+    server."""
     if problem:
         return -1, "api_error"
     if not isinstance(answer, Mapping):
@@ -252,6 +281,8 @@ def _failed(run: Mapping[str, Any], compilation: Mapping[str, Any]) -> Result:
         return -1, "unknown_failure_state"
     if run.get("status") == "TimeLimitExceeded":
         return -3, "timeout"
-    if run.get("status") == "Error" or (run.get("status") == "Finished" and run.get("return_code") != 0):
+    if run.get("status") == "Error" or (
+        run.get("status") == "Finished" and run.get("return_code") != 0
+    ):
         return -2, "runtime_error"
     return -1, "unknown_failure"

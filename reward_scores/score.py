@@ -1,7 +1,8 @@
-"""What a scorer returns, and the parts of every scorer: the kinds of score, and the entry of the table of scorers.
+"""What a scorer returns, and the parts of every scorer: the kinds of score, and the entry of the
+table of scorers.
 
-The table itself is in :mod:`reward_scores`. Nothing here imports the rest of the repository, so the scorers can be used
-alone; running them in processes with a deadline is the caller's work.
+The table itself is in :mod:`reward_scores`. Nothing here imports the rest of the repository, so the
+scorers can be used alone; running them in processes with a deadline is the caller's work.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from decimal import Decimal
 from enum import Enum
 from typing import Any
 
-RAW = "score"  # the part that :meth:`Score.keeping_raw` adds, under the name that verl's filters have for it
+# The part that :meth:`Score.keeping_raw` adds, under the name that verl's filters have for it
+RAW = "score"
 # How pandas and JSON write a value that is missing, where it was turned into text
 MISSING = ("nan", "none", "null", "<na>", "nat")
 _LIST_AS_TEXT = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
 
 
 class ScoreStatus(str, Enum):
-    """The outcome of grading an answer. Everything but OK and WRONG is also a rate in the metrics."""
+    """The outcome of grading an answer. Everything but OK and WRONG is also a rate in the
+    metrics."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -30,20 +33,23 @@ class ScoreStatus(str, Enum):
     TIMEOUT = "timeout"
     CRASH = "crash"
 
-    def __reduce_ex__(self, protocol):  # Python 3.11.2 would store a call of getattr, which torch does not load
+    # Python 3.11.2 would store a call of getattr, which torch does not load
+    def __reduce_ex__(self, protocol):
         return type(self), (self.value,)
 
 
 @dataclass(frozen=True)
 class Score:
-    """The score of an answer: ``value`` trains, ``parts`` explain, and ``parts["acc"]`` counts as correct."""
+    """The score of an answer: ``value`` trains, ``parts`` explain, and ``parts["acc"]`` counts as
+    correct."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     status: ScoreStatus = ScoreStatus.OK
     masked: bool = False  # carries no loss and is left out of every denominator
     pred: str | None = None  # the answer that was read from the text; maj@k votes on it
-    notes: Mapping[str, str] = field(default_factory=dict)  # what explains and is no number; only samples show it
+    # What explains and is no number; only samples show it
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
@@ -70,12 +76,15 @@ class Score:
         return self.parts[RAW]
 
     def keeping_raw(self) -> Score:
-        """Return the scorer's own score with its value as a part, which stays as it is where the score is shaped."""
+        """Return the scorer's own score with its value as a part, which stays as it is where the
+        score is shaped."""
         return dataclasses.replace(self, parts={**self.parts, RAW: self.value})
 
     def plus(self, name: str, amount: float) -> Score:
         """Return the score with a named component added to its value; ``acc`` keeps its meaning."""
-        return dataclasses.replace(self, value=self.value + amount, parts={**self.parts, name: amount})
+        return dataclasses.replace(
+            self, value=self.value + amount, parts={**self.parts, name: amount}
+        )
 
 
 # response, ground truth, the accuracy that the scorer must give it
@@ -83,7 +92,8 @@ Example = tuple[str, Any, float]
 
 
 def graded(right: bool, pred: str | None, value: float | None = None, **parts: float) -> Score:
-    """Return the score of an answer that could be graded: ``acc`` is 1 or 0, and so is ``value`` unless given."""
+    """Return the score of an answer that could be graded: ``acc`` is 1 or 0, and so is ``value``
+    unless given."""
     acc = float(right)
     status = ScoreStatus.OK if right else ScoreStatus.WRONG
     return Score(acc if value is None else float(value), {"acc": acc, **parts}, status, pred=pred)
@@ -100,7 +110,8 @@ def plain(value: Any) -> Any:
 
 
 def as_text(ground_truth: Any) -> Any:
-    """Return a finite number as the text of it, for scorers that compare texts; anything else as it is."""
+    """Return a finite number as the text of it, for scorers that compare texts; anything else as it
+    is."""
     value = plain(ground_truth)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
         return value
@@ -110,7 +121,8 @@ def as_text(ground_truth: Any) -> Any:
 
 
 def text_problem(ground_truth: Any, numbers: bool = True) -> str | None:
-    """Return what is wrong with a ground truth that must be one text, or with ``numbers`` a number."""
+    """Return what is wrong with a ground truth that must be one text, or with ``numbers`` a
+    number."""
     text = as_text(ground_truth) if numbers else ground_truth
     if not isinstance(text, str):
         return f"must be a string, got {ground_truth!r:.200}"
@@ -137,10 +149,13 @@ class Scorer:
         name: the key of its options in ``reward_model.reward_kwargs``.
         score: ``score(response, ground_truth, extra_info, **options) -> Score``; pure.
         examples: answers that it must grade as stated, graded when a run starts.
-        check_ground_truth: ``(ground_truth, **options) -> problem or None``; called by :meth:`problem`.
-        libraries: ``(**options) -> what is called on``: libraries whose work may not end, each as the function
-            (``module:name``) that imports and warms it. With any, answers are graded in processes that can be killed.
-        note_ground_truth: ``(ground_truth, **options) -> remark or None``, on one that is graded in a special way.
+        check_ground_truth: ``(ground_truth, **options) -> problem or None``; called by
+        :meth:`problem`. libraries: ``(**options) -> what is called on``: libraries whose work may
+        not end, each as the function
+            (``module:name``) that imports and warms it. With any, answers are graded in processes
+            that can be killed.
+        note_ground_truth: ``(ground_truth, **options) -> remark or None``, on one that is graded in
+        a special way.
     """
 
     name: str
@@ -151,13 +166,18 @@ class Scorer:
     note_ground_truth: Callable[..., str | None] = any_ground_truth
 
     def problem(self, ground_truth: Any, **options: Any) -> str | None:
-        """Return why no answer could be right for a ground truth; None where one could. A check that fails is a why."""
+        """Return why no answer could be right for a ground truth; None where one could. A check
+        that fails is a why."""
         try:
             return self.check_ground_truth(ground_truth, **options)
         except Exception as error:
             return f"the check of ground truths failed on it ({type(error).__name__}: {error})"
 
     def __call__(
-        self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **options: Any
+        self,
+        response: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Score:
         return self.score(response, ground_truth, extra_info or {}, **options)

@@ -1,11 +1,12 @@
-"""Short answers without tags: the whole response is the answer. Exact match, or a gold answer inside the response.
+"""Short answers without tags: the whole response is the answer. Exact match, or a gold answer
+inside the response.
 
-``reward_scores/qa_em.py`` reads answers in ``<answer>``; what is gold and how texts are normalised is its. ``method``
-says what counts:
+``reward_scores/qa_em.py`` reads answers in ``<answer>``; what is gold and how texts are normalised
+is its. ``method`` says what counts:
 
 * ``strict`` (default): the response is a gold answer, and nothing else.
-* ``robust``: a gold answer stands in the response, as whole words. The lenient reading: it also accepts a response that
-  repeats the whole passage, so that it measures and does not train.
+* ``robust``: a gold answer stands in the response, as whole words. The lenient reading: it also
+  accepts a response that repeats the whole passage, so that it measures and does not train.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ EXAMPLES = (
 
 
 def score(
-    response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *, method: str = "strict"
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: str = "strict",
 ) -> Score:
     """Return 1 where the response is a gold answer, or with ``method="robust"`` holds one.
 

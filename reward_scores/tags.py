@@ -1,4 +1,5 @@
-"""Find the text between two tags in linear time: a regular expression is quadratic in tags that nothing closes.
+"""Find the text between two tags in linear time: a regular expression is quadratic in tags that
+nothing closes.
 
 Attributes and tags inside a tag of the same name are not read.
 """
@@ -10,7 +11,8 @@ from typing import Any
 
 
 def between(text: str, tag: str, one_line: bool = False) -> list[str]:
-    """Return the contents of ``<tag>...</tag>`` in order, not overlapping; within a line each, if ``one_line``."""
+    """Return the contents of ``<tag>...</tag>`` in order, not overlapping; within a line each, if
+    ``one_line``."""
     if one_line:
         return [content for line in text.split("\n") for content in between(line, tag)]
     opening, closing, found, at = f"<{tag}>", f"</{tag}>", [], 0
@@ -24,7 +26,8 @@ def between(text: str, tag: str, one_line: bool = False) -> list[str]:
 
 
 def opened_tag(extra_info: Mapping[str, Any] | None, tag: str) -> str:
-    """Return ``<tag>`` where the prompt's end opened it, so that it is no part of the response; else nothing.
+    """Return ``<tag>`` where the prompt's end opened it, so that it is no part of the response;
+    else nothing.
 
     The reward layer says so in ``extra_info["rollout"]``; a scorer never sees the prompt.
     """

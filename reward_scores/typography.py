@@ -1,7 +1,8 @@
 """Rewrite typographic characters as LaTeX or ASCII of the same value.
 
-NFKC does not do that: it reads 5\u00b2 as 52, 2\u00bd as 21/2 and 10\u207b\u00b3 as 10-3. Here a superscript becomes an
-exponent, a vulgar fraction a fraction, every dash a minus sign, and digits of any script become ASCII.
+NFKC does not do that: it reads 5\u00b2 as 52, 2\u00bd as 21/2 and 10\u207b\u00b3 as 10-3. Here a
+superscript becomes an exponent, a vulgar fraction a fraction, every dash a minus sign, and digits
+of any script become ASCII.
 """
 
 from __future__ import annotations
@@ -18,30 +19,89 @@ _ROOTS = {"\u221a": "\\sqrt", "\u221b": "\\sqrt[3]", "\u221c": "\\sqrt[4]"}
 _FRACTION_SLASH = "\u2044"
 _COMMANDS = {
     **{chr(code): name for name, code in GREEK.items()},
-    **{"\u00d7": "times", "\u00f7": "div", "\u2715": "times", "\u2a2f": "times", "\u00b1": "pm", "\u2213": "mp"},
-    **{"\u221e": "infty", "\u2260": "ne", "\u2248": "approx", "\u223c": "sim", "\uff5e": "sim", "\u301c": "sim"},
-    **{"\u2264": "le", "\u2265": "ge", "\u2a7d": "le", "\u2a7e": "ge", "\u2266": "le", "\u2267": "ge"},
-    **{"\u222a": "cup", "\u2229": "cap", "\u2208": "in", "\u2205": "emptyset", "\u2192": "to", "\u2220": "angle"},
-    **{"\u27e8": "langle", "\u27e9": "rangle", "\u2026": "ldots", "\u22ef": "cdots", "\u2228": "lor", "\u2227": "land"},
+    **{
+        "\u00d7": "times",
+        "\u00f7": "div",
+        "\u2715": "times",
+        "\u2a2f": "times",
+        "\u00b1": "pm",
+        "\u2213": "mp",
+    },
+    **{
+        "\u221e": "infty",
+        "\u2260": "ne",
+        "\u2248": "approx",
+        "\u223c": "sim",
+        "\uff5e": "sim",
+        "\u301c": "sim",
+    },
+    **{
+        "\u2264": "le",
+        "\u2265": "ge",
+        "\u2a7d": "le",
+        "\u2a7e": "ge",
+        "\u2266": "le",
+        "\u2267": "ge",
+    },
+    **{
+        "\u222a": "cup",
+        "\u2229": "cap",
+        "\u2208": "in",
+        "\u2205": "emptyset",
+        "\u2192": "to",
+        "\u2220": "angle",
+    },
+    **{
+        "\u27e8": "langle",
+        "\u27e9": "rangle",
+        "\u2026": "ldots",
+        "\u22ef": "cdots",
+        "\u2228": "lor",
+        "\u2227": "land",
+    },
     **dict.fromkeys("\u00b7\u22c5\u2219\u2022\u2062\u30fb", "cdot"),
-    **dict(zip("\u2102\u2115\u211a\u211d\u2124", (f"mathbb{{{name}}}" for name in "CNQRZ"), strict=True)),
+    **dict(
+        zip(
+            "\u2102\u2115\u211a\u211d\u2124", (f"mathbb{{{name}}}" for name in "CNQRZ"), strict=True
+        )
+    ),
 }
 _PLAIN = {
-    **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "),  # the second is an ordinal sign, which people type as a degree
-    **{"\u2212": "-", "\u02d7": "-", "\u2217": "*", "\u2215": "/", "\u2236": ":", "\u2223": "|", "\u2032": "'"},
-    **{"\u2018": "'", "\u2019": "'", "\u3002": ".", "\u066a": "%", "\u066b": ".", "\u2063": ",", "\u2064": "+"},
+    # The second is an ordinal sign, which people type as a degree
+    **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "),
+    **{
+        "\u2212": "-",
+        "\u02d7": "-",
+        "\u2217": "*",
+        "\u2215": "/",
+        "\u2236": ":",
+        "\u2223": "|",
+        "\u2032": "'",
+    },
+    **{
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u3002": ".",
+        "\u066a": "%",
+        "\u066b": ".",
+        "\u2063": ",",
+        "\u2064": "+",
+    },
 }
 # Separators of thousands: spaces that do not break a line, thin ones, apostrophes, the Arabic sign
 _GROUPED = re.compile(
     r"(?<![\d.,])\d{1,3}(?:([\u00a0\u2005-\u2009\u202f\u2019\u066c])\d{3})(?:\1\d{3})*(?!\d)(?:[.,\u066b]\d+)?"
 )
-_STACKED = re.compile(rf"\^\{{(\d+)\}}\s*[/{_FRACTION_SLASH}]\s*_\{{(\d+)\}}|(\d+)\s*{_FRACTION_SLASH}\s*(\d+)")
+_STACKED = re.compile(
+    rf"\^\{{(\d+)\}}\s*[/{_FRACTION_SLASH}]\s*_\{{(\d+)\}}|(\d+)\s*{_FRACTION_SLASH}\s*(\d+)"
+)
 _INDEXED = re.compile(r"(?<![\w)}\]])\^\{(\d)\}\\sqrt\{")  # a small 3 in front of a root's sign
 _RADICAND = re.compile(r"\d+(?:\.\d+)?|\\frac\{[^{}]*\}\{[^{}]*\}|\\(?!sqrt)[a-zA-Z]+|[^\W\d_]")
 
 
 def to_latex(text: str) -> str:
-    r"""Return the text with LaTeX or ASCII of the same value for typographic characters: ``2\frac{1}{2}`` for 2\u00bd.
+    r"""Return the text with LaTeX or ASCII of the same value for typographic characters:
+    ``2\frac{1}{2}`` for 2\u00bd.
 
     ASCII stays as it is.
     """
@@ -55,8 +115,12 @@ def to_latex(text: str) -> str:
         if not shift:
             latex += inner
         else:  # behind ^ or ^{ the sign of the exponent is there already
-            latex += f"{{{inner}}}" if latex.endswith(("^", "_", "^{", "_{")) else f"{shift}{{{inner}}}"
-    latex = _STACKED.sub(lambda found: f"\\frac{{{found[1] or found[3]}}}{{{found[2] or found[4]}}}", latex)
+            latex += (
+                f"{{{inner}}}" if latex.endswith(("^", "_", "^{", "_{")) else f"{shift}{{{inner}}}"
+            )
+    latex = _STACKED.sub(
+        lambda found: f"\\frac{{{found[1] or found[3]}}}{{{found[2] or found[4]}}}", latex
+    )
     return _roots(latex.replace(_FRACTION_SLASH, "/"))
 
 
@@ -82,7 +146,8 @@ def _plain(char: str) -> str:
         return str(unicodedata.decimal(char))
     if category in ("Pd", "Zs"):
         return "-" if category == "Pd" else " "
-    if category == "Cf" or "\ufe00" <= char <= "\ufe0f":  # invisible: joiners, marks of direction, variants
+    # invisible: joiners, marks of direction, variants
+    if category == "Cf" or "\ufe00" <= char <= "\ufe0f":
         return ""
     kind, *codes = unicodedata.decomposition(char).split() or [""]
     if not kind.startswith("<"):  # a letter with its accent, and what has no simpler form
@@ -96,7 +161,8 @@ def _plain(char: str) -> str:
 
 
 def _roots(text: str) -> str:
-    """Write the signs of roots as commands, the last one first, so that an inner root is the argument of an outer."""
+    """Write the signs of roots as commands, the last one first, so that an inner root is the
+    argument of an outer."""
     places = [at for at, char in enumerate(text) if char in _ROOTS]
     if len(places) > MAX_ROOTS:
         return text

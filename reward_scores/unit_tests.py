@@ -1,7 +1,7 @@
 """Score programs by tests: standard input and output, or calls of a function.
 
-The answer is the last closed block of Python code. It runs in :mod:`reward_scores.sandbox`; outputs and results are
-compared here, where the program cannot reach.
+The answer is the last closed block of Python code. It runs in :mod:`reward_scores.sandbox`; outputs
+and results are compared here, where the program cannot reach.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_scores import prime_source
-from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
+from reward_scores.sandbox import (
+    Isolation,
+    Limits,
+    Sandbox,
+    isolation,
+    required_isolation,
+    unisolated,
+)
 from reward_scores.score import Score, as_text, graded, no_answer, plain
 
 _MARK = "\n=> "  # in front of what a function returned
 LONGEST_DICT = 1 << 18  # characters
-# Characters of a returned value, besides LONGER times those of the wanted one: to parse 4 MB of small objects takes
-# seconds, which nobody's deadline bounds. A right value is not LONGER: a float's text has at most 24 characters
+# Characters of a returned value, besides LONGER times those of the wanted one: to parse 4 MB of
+# small objects takes seconds, which nobody's deadline bounds. A right value is not LONGER: a
+# float's text has at most 24 characters
 SPARE_LENGTH, LONGER = 1 << 16, 32
-# A function's arguments come as literals; what it returned is printed as one, of exact built-in types
+# A function's arguments come as literals; what it returned is printed as one, of exact built-in
+# types
 _CALL = """
 
 def _plain(value):
@@ -44,12 +53,15 @@ _value = _plain(FUNCTION(*eval(_sys.stdin.read(), {"nan": float("nan"), "inf": f
 _sys.stdout.write("\\n=> " + repr(_value))
 """
 MODULE = (
-    "solution"  # a function's program is loaded under this name: what it does as a script is left out, as published
+    # A function's program is loaded under this name: what it does as a script is left out, as
+    # published
+    "solution"
 )
 DIGITS = sys.int_info.default_max_str_digits
 TOLERANCE = 1e-6  # of numbers that are not integers
 _CODE = re.compile(
-    r"^(?:import \w|from \w+ import |def \w+\(|class \w+[:(]|for \w.* in .*:|print\(|[\w, ]+=)", re.MULTILINE
+    r"^(?:import \w|from \w+ import |def \w+\(|class \w+[:(]|for \w.* in .*:|print\(|[\w, ]+=)",
+    re.MULTILINE,
 )
 PYTHON = ("python", "python3", "py")
 FAILURES = ("timeout", "error")  # parts of the score: shares of tests that ended so
@@ -70,7 +82,8 @@ class BadTests(ValueError):
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of a problem: ``inputs`` with ``outputs`` (calls of ``fn_name`` where it is set)."""
+    """The tests of a problem: ``inputs`` with ``outputs`` (calls of ``fn_name`` where it is
+    set)."""
 
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -105,7 +118,8 @@ def score(
     continuous: bool = True,
     sandbox: Mapping[str, Any] | None = None,
 ) -> Score:
-    """Return the share of tests that pass or, with ``continuous`` False, 1 where all do. ``acc`` is 1 where all do.
+    """Return the share of tests that pass or, with ``continuous`` False, 1 where all do. ``acc`` is
+    1 where all do.
 
     Raises BadTests for tests that are none, SandboxUnavailable where programs cannot be isolated.
     """
@@ -121,10 +135,11 @@ def score(
 
 
 def extract(response: str) -> str | None:
-    """Return the last closed block marked as Python or, where there is none, the last closed one without a mark.
+    """Return the last closed block marked as Python or, where there is none, the last closed one
+    without a mark.
 
-    Without either, a block marked as Python may be open to the end, and a response without fences is the program
-    where a line of it looks like one.
+    Without either, a block marked as Python may be open to the end, and a response without fences
+    is the program where a line of it looks like one.
     """
     found: dict[bool, str] = {}
     fence, mark, lines = "", "", []
@@ -157,7 +172,8 @@ def _dedented(lines: list[str]) -> str:
 
 
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Tests:
-    """Return the tests of a row: its ground truth or else ``extra_info["test_cases"]``. Raises BadTests."""
+    """Return the tests of a row: its ground truth or else ``extra_info["test_cases"]``. Raises
+    BadTests."""
     given = (extra_info or {}).get("test_cases") if ground_truth is None else ground_truth
     if isinstance(given, (str, bytes)):
         try:
@@ -166,17 +182,21 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
             raise BadTests(f"tests that are no JSON ({error}): {given[:100]!r}") from error
     given = as_columns(plain(given))
     if not isinstance(given, Mapping):
-        raise BadTests(f"tests must be a mapping, a list of {{input, output}} or their JSON, got {given!r:.100}")
+        raise BadTests(
+            f"tests must be a mapping, a list of {{input, output}} or their JSON, got "
+            f"{given!r:.100}"
+        )
     if "inputs" not in given:
         raise BadTests(f"tests need inputs and outputs; got {', '.join(map(str, given))}")
     return _input_tests(given)
 
 
 def as_columns(given: Any) -> Any:
-    """Return a list of pairs, or of ``{input, output}``, as ``{inputs, outputs}``; anything else as it is.
+    """Return a list of pairs, or of ``{input, output}``, as ``{inputs, outputs}``; anything else as
+    it is.
 
-    LiveCodeBench marks tests of a function, here ``fn_name``. The values that one takes and returns may stand there
-    as such, as in APPS and TACO, and become JSON.
+    LiveCodeBench marks tests of a function, here ``fn_name``. The values that one takes and returns
+    may stand there as such, as in APPS and TACO, and become JSON.
     """
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) and given:
         given = _columns(given)
@@ -185,7 +205,10 @@ def as_columns(given: Any) -> Any:
     inputs, outputs = (plain(given.get(name, [])) for name in ("inputs", "outputs"))
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
         return given
-    lines = ["\n".join(map(json.dumps, each)) if isinstance(each, list | tuple) else each for each in inputs]
+    lines = [
+        "\n".join(map(json.dumps, each)) if isinstance(each, list | tuple) else each
+        for each in inputs
+    ]
     return {
         **given,
         "inputs": lines,
@@ -195,20 +218,29 @@ def as_columns(given: Any) -> Any:
 
 def _columns(tests: Sequence[Any]) -> Any:
     named = [isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests]
-    pairs = [(test["input"], test["output"]) if named[at] else test for at, test in enumerate(tests)]
-    if not all(isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2 for pair in pairs):
+    pairs = [
+        (test["input"], test["output"]) if named[at] else test for at, test in enumerate(tests)
+    ]
+    if not all(
+        isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2
+        for pair in pairs
+    ):
         return tests
     inputs, outputs = (
-        [str(text) if isinstance(text, int | float) else text for text in side] for side in zip(*pairs, strict=True)
+        [str(text) if isinstance(text, int | float) else text for text in side]
+        for side in zip(*pairs, strict=True)
     )
     names = {_function(test) if isinstance(test, Mapping) else None for test in tests}
     if len(names) > 1:
-        raise BadTests("testtype must be functional, with one metadata.func_name, in all tests or in none")
+        raise BadTests(
+            "testtype must be functional, with one metadata.func_name, in all tests or in none"
+        )
     return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
 
 
 def _function(test: Mapping[str, Any]) -> str | None:
-    """Return the name of the function that a test of LiveCodeBench calls; None where it runs a script."""
+    """Return the name of the function that a test of LiveCodeBench calls; None where it runs a
+    script."""
     if test.get("testtype") != "functional":
         return None
     about = test.get("metadata") or {}
@@ -233,7 +265,8 @@ def _input_tests(given: Mapping[str, Any]) -> Tests:
 
 
 def texts(values: Any, field: str) -> tuple[str, ...]:
-    """Return each value as text: a number as its text, a list as lines. Raises BadTests, with the field, for others."""
+    """Return each value as text: a number as its text, a list as lines. Raises BadTests, with the
+    field, for others."""
     if not isinstance(values, list | tuple):
         raise BadTests(f"{field} must be a list of texts, got {values!r:.100}")
     return tuple(_text(plain(value), f"{field}[{at}]") for at, value in enumerate(values))
@@ -241,12 +274,16 @@ def texts(values: Any, field: str) -> tuple[str, ...]:
 
 def _text(value: Any, field: str) -> str:
     if isinstance(value, list | tuple):
-        return "\n".join(str(line) if isinstance(line, list | tuple) else _text(line, field) for line in value)
+        return "\n".join(
+            str(line) if isinstance(line, list | tuple) else _text(line, field) for line in value
+        )
     text = str(value) if isinstance(value, bool) else as_text(value)
     if not isinstance(text, str):
         raise BadTests(f"{field} must be a text, a number, or a list of lines, got {value!r:.100}")
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise BadTests(f"{field} holds half of a surrogate pair, which no program can read: {text!r:.100}")
+        raise BadTests(
+            f"{field} holds half of a surrogate pair, which no program can read: {text!r:.100}"
+        )
     return text
 
 
@@ -256,7 +293,9 @@ def read_json(text: str) -> Any:
         with _digits(0):
             return json.loads(text)
     except ValueError as error:
-        raise BadTests(f"fn_name needs JSON, an argument a line, and one value out: {text[:100]!r}") from error
+        raise BadTests(
+            f"fn_name needs JSON, an argument a line, and one value out: {text[:100]!r}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -273,8 +312,11 @@ def _digits(limit: int) -> Iterator[None]:
 # --- running them
 
 
-def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False) -> Iterator[str]:
-    """Yield each test's result: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
+def run_tests(
+    source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False
+) -> Iterator[str]:
+    """Yield each test's result: passed, wrong, error or timeout; fewer of them where
+    ``stop_early``."""
     with options.box() as box:
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
             left = min(options.timeout_s, options.total_timeout_s - box.charged, box.left)
@@ -282,7 +324,9 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
                 status = "timeout"
             elif tests.fn_name:
                 arguments = [read_json(line) for line in given.split("\n")]
-                status = call(box, source, tests.fn_name, arguments, read_json(wanted), left, same_value)
+                status = call(
+                    box, source, tests.fn_name, arguments, read_json(wanted), left, same_value
+                )
             else:
                 status = run(box, source, given, wanted, left, same_output)
             yield status
@@ -290,7 +334,14 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
                 return
 
 
-def run(box: Sandbox, source: str, given: str, wanted: str, seconds: float, same: Callable[[str, str], bool]) -> str:
+def run(
+    box: Sandbox,
+    source: str,
+    given: str,
+    wanted: str,
+    seconds: float,
+    same: Callable[[str, str], bool],
+) -> str:
     """Return the result of a script's test."""
     ran = box.run(source, given, seconds)
     if ran.status != "ok":
@@ -299,9 +350,16 @@ def run(box: Sandbox, source: str, given: str, wanted: str, seconds: float, same
 
 
 def call(
-    box: Sandbox, source: str, name: str, arguments: Any, wanted: Any, seconds: float, same: Callable[[Any, Any], bool]
+    box: Sandbox,
+    source: str,
+    name: str,
+    arguments: Any,
+    wanted: Any,
+    seconds: float,
+    same: Callable[[Any, Any], bool],
 ) -> str:
-    """Return the result of a call of a function, in a program loaded anew, so that tests cannot lean on one another."""
+    """Return the result of a call of a function, in a program loaded anew, so that tests cannot
+    lean on one another."""
     owner = "Solution()." if "class Solution" in source else ""
     with _digits(0):
         given, size = repr(arguments), len(repr(wanted))
@@ -311,7 +369,8 @@ def call(
     _, mark, value = ran.stdout.rpartition(_MARK)
     if len(value) > SPARE_LENGTH + LONGER * size:
         return "wrong"
-    # The hashes of a dictionary's keys may be chosen to collide: a large one could hold up the grader
+    # The hashes of a dictionary's keys may be chosen to collide: a large one could hold up the
+    # grader
     if not mark or ("{" in value and len(value) > LONGEST_DICT):
         return "error"
     try:
@@ -325,7 +384,8 @@ def call(
 
 
 def agrees(same: Callable[[Any, Any], bool], given: Any, wanted: Any) -> bool:
-    """Compare what a program gave; what cannot even be compared (a number too large to be a float) is not the same."""
+    """Compare what a program gave; what cannot even be compared (a number too large to be a float)
+    is not the same."""
     try:
         return same(given, wanted)
     except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
@@ -333,9 +393,12 @@ def agrees(same: Callable[[Any, Any], bool], given: Any, wanted: Any) -> bool:
 
 
 def same_output(given: str, wanted: str) -> bool:
-    """Compare word by word, whatever the spaces between; numbers with a point or an exponent within TOLERANCE."""
+    """Compare word by word, whatever the spaces between; numbers with a point or an exponent within
+    TOLERANCE."""
     words, goal = given.split(), wanted.split()
-    return len(words) == len(goal) and all(a == b or _close(a, b) for a, b in zip(words, goal, strict=True))
+    return len(words) == len(goal) and all(
+        a == b or _close(a, b) for a, b in zip(words, goal, strict=True)
+    )
 
 
 def _close(word: str, wanted: str) -> bool:
@@ -348,7 +411,8 @@ def _close(word: str, wanted: str) -> bool:
 
 
 def same_value(given: Any, wanted: Any) -> bool:
-    """Compare with a value read from JSON: a tuple is a list, keys are texts, floats within TOLERANCE.
+    """Compare with a value read from JSON: a tuple is a list, keys are texts, floats within
+    TOLERANCE.
 
     A list of one element also stands for that element, as APPS writes its outputs.
     """
@@ -378,7 +442,8 @@ def _equal(given: Any, wanted: Any) -> bool:
 def check_ground_truth(
     ground_truth: Any, continuous: bool = True, sandbox: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return a problem, or None; no ground truth means tests in ``extra_info``, which is not seen here."""
+    """Return a problem, or None; no ground truth means tests in ``extra_info``, which is not seen
+    here."""
     if ground_truth is None:
         return None
     try:

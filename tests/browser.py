@@ -1,4 +1,5 @@
-"""A real browser for pages: playwright with the system's Chromium; tests skip where either is absent."""
+"""A real browser for pages: playwright with the system's Chromium; tests skip where either is
+absent."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ SCHEMES = ("light", "dark")
 @contextmanager
 def chromium() -> Iterator:
     """Start the browser; skips the test where playwright or Chromium is not installed."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install '.[test]'"
+    )
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if path is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
@@ -27,12 +34,19 @@ def chromium() -> Iterator:
 
 
 @contextmanager
-def opened(browser, path: Path, width: int = 1280, height: int = 900, scheme: str = "light", at: str = "") -> Iterator:
-    """Open a page from disk without a network. Fails at the end where a script raised, or something was fetched."""
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
+def opened(
+    browser, path: Path, width: int = 1280, height: int = 900, scheme: str = "light", at: str = ""
+) -> Iterator:
+    """Open a page from disk without a network. Fails at the end where a script raised, or something
+    was fetched."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, offline=True
+    )
     page, errors, asked = context.new_page(), [], []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     page.on("request", lambda request: asked.append(request.url))
     page.set_default_timeout(10_000)
     page.goto(path.resolve().as_uri() + at)

@@ -1,8 +1,10 @@
-"""How the functions here compare with published ones: ``python -m tests.conformance`` writes results/conformance.md.
+"""How the functions here compare with published ones: ``python -m tests.conformance`` writes
+results/conformance.md.
 
-Every golden vector in ``GOLDEN_DIR`` (default tests/golden) of a function that is here is run. For each file the
-report gives the number of vectors that pass, the largest deviation, and every departure with its reason; files of
-functions that are not here are named. Exits 1 if a vector fails.
+Every golden vector in ``GOLDEN_DIR`` (default tests/golden) of a function that is here is run. For
+each file the report gives the number of vectors that pass, the largest deviation, and every
+departure with its reason; files of functions that are not here are named. Exits 1 if a vector
+fails.
 """
 
 from __future__ import annotations
@@ -26,17 +28,24 @@ ELSEWHERE = {
     "val_metrics": "tests/core/tracking/test_validation.py",
 }
 NOT_HERE = {
-    "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
+    "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an "
+    "optimizer step, by the "
     "old log-probs (tests/core/algorithm/test_losses.py)",
     "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
-    "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
+    "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for "
+    "rollout correction",
 }
 BEYOND_VECTORS = (
-    "Estimators: an answer that could not be scored enters no mean, variance or count and has advantage 0; the only "
-    "scored answer of a larger group has advantage 0 too, where a group of one by design keeps its reward.",
-    "Estimators: advantages and returns are 0 outside the response; gae's published ones are left over there.",
-    "Schedules: the trainer takes the multiplier at index step + 1, so that the first step moves the weights.",
-    "gspo and sapo average per sequence; here the entropy bonus and the KL loss beside them do so too, since one "
+    "Estimators: an answer that could not be scored enters no mean, variance or count and has "
+    "advantage 0; the only "
+    "scored answer of a larger group has advantage 0 too, where a group of one by design keeps "
+    "its reward.",
+    "Estimators: advantages and returns are 0 outside the response; gae's published ones are left "
+    "over there.",
+    "Schedules: the trainer takes the multiplier at index step + 1, so that the first step moves "
+    "the weights.",
+    "gspo and sapo average per sequence; here the entropy bonus and the KL loss beside them do so "
+    "too, since one "
     "weight a token serves the whole objective.",
 )
 HEAD = """# Conformance with published implementations
@@ -83,28 +92,36 @@ class FileResult:
         except ERRORS:
             assert set(wanted) == {"error"}, "an exception that was not published"
             return []
-        assert {name: answer.get(name) for name in wanted} == wanted, f"{answer} instead of {wanted}"
+        assert {name: answer.get(name) for name in wanted} == wanted, (
+            f"{answer} instead of {wanted}"
+        )
         return []
 
 
 def run_file(file: str) -> FileResult:
     """Run all vectors of a file."""
     result = FileResult(file)
-    cases, compare = (load(file), result.algorithm) if file in ADAPTERS else (raw_cases(file), result.scorer)
+    cases, compare = (
+        (load(file), result.algorithm) if file in ADAPTERS else (raw_cases(file), result.scorer)
+    )
     for case in cases:
         result.vectors += 1
         try:
             result.departures.update(set(compare(case)))
-        except Exception as error:  # a report goes on: the failure is counted, shown, and ends in exit code 1
+        except Exception as error:
+            # A report goes on: the failure is counted, shown, and ends in exit code 1
             name = case.name if file in ADAPTERS else case["name"]
             result.failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
     return result
 
 
 def run_all() -> tuple[list[FileResult], list[str]]:
-    """Return the results of the files that have a function here, and the names of those that do not."""
+    """Return the results of the files that have a function here, and the names of those that do
+    not."""
     here = [file for file in golden_files() if file in ADAPTERS or file in ANSWERS]
-    return [*map(run_file, here)], [file for file in golden_files() if file not in (*here, *ELSEWHERE)]
+    return [*map(run_file, here)], [
+        file for file in golden_files() if file not in (*here, *ELSEWHERE)
+    ]
 
 
 def _bound(deviation: float | None) -> str:
@@ -120,8 +137,16 @@ def render(results: list[FileResult], missing: list[str]) -> str:
     lines = [HEAD.format(total=total, passed=passed, agree=passed - departing, departing=departing)]
     for r in results:
         f64, f32 = (_bound(r.deviation.get(precision)) for precision in ("f64", "f32"))
-        lines.append(f"| {r.file} | {r.passed} | {r.vectors} | {f64} | {f32} | {sum(r.departures.values()) or ''} |")
-    lines += ["", "## Departures", "", "Where this repository returns another value than the published one, and why."]
+        lines.append(
+            f"| {r.file} | {r.passed} | {r.vectors} | {f64} | {f32} | "
+            f"{sum(r.departures.values()) or ''} |"
+        )
+    lines += [
+        "",
+        "## Departures",
+        "",
+        "Where this repository returns another value than the published one, and why.",
+    ]
     lines += [""]
     lines += [
         f"- **{r.file}**, {count} of {r.vectors}: {reason}"
@@ -141,7 +166,11 @@ def main() -> int:
     DEFAULT_OUT.write_text(render(results, missing), encoding="utf-8")
     failed = [failure for r in results for failure in r.failures]
     total = sum(r.vectors for r in results)
-    print(f"{total - len(failed)} of {total} vectors of {golden_dir()} pass: {DEFAULT_OUT}", *failed, sep="\n")
+    print(
+        f"{total - len(failed)} of {total} vectors of {golden_dir()} pass: {DEFAULT_OUT}",
+        *failed,
+        sep="\n",
+    )
     return int(bool(failed))
 
 

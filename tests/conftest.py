@@ -1,4 +1,5 @@
-"""Shared by all tests: one torch thread a process (pytest-xdist fills the cores), no network, no logins, hf."""
+"""Shared by all tests: one torch thread a process (pytest-xdist fills the cores), no network, no
+logins, hf."""
 
 import os
 import textwrap
@@ -15,7 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file with module fixtures on one worker, which sets them up once; spread all others."""
+    """Keep the tests of a file with module fixtures on one worker, which sets them up once; spread
+    all others."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ModuleFixtureScheduling(LoadScopeScheduling):

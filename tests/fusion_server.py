@@ -1,4 +1,5 @@
-"""A Sandbox Fusion server for tests, in a thread: it runs what it is sent in ``reward_scores.sandbox``, or recites."""
+"""A Sandbox Fusion server for tests, in a thread: it runs what it is sent in
+``reward_scores.sandbox``, or recites."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ SUCCESS = {
     "status": "Success",
     "message": "",
     "compile_result": None,
-    "run_result": {"status": "Finished", "stdout": "recited\n", "stderr": "", "return_code": 0, "execution_time": 0.1},
+    "run_result": {
+        "status": "Finished",
+        "stdout": "recited\n",
+        "stderr": "",
+        "return_code": 0,
+        "execution_time": 0.1,
+    },
 }
 
 
@@ -37,7 +44,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         ran = box.run(request["code"], request["stdin"] or "")
     result = {
         "status": "TimeLimitExceeded" if ran.status == "timeout" else "Finished",
-        **{"stdout": ran.stdout, "stderr": ran.stderr, "return_code": ran.exit_code, "execution_time": ran.seconds},
+        **{
+            "stdout": ran.stdout,
+            "stderr": ran.stderr,
+            "return_code": ran.exit_code,
+            "execution_time": ran.seconds,
+        },
     }
     status = "Success" if ran.status == "ok" else "Failed"
     return {"status": status, "message": "", "compile_result": None, "run_result": result}

@@ -17,9 +17,18 @@ from tests.golden_io import Case, Comparison
 
 BEYOND = "eq. 13 is -1 beyond the limit; published: the line goes on below -1"
 ALONE = "one answer equals itself, and n=1 with filtering is refused; published: kept"
-ROUNDING = f"metrics within {SAME:g} of each other are equal; published: any standard deviation above 0 is a difference"
-NO_LIMIT = "the limit is data.max_response_length, which always has a value; published: an argument that may be missing"
-SURPLUS = "prompts after the last one that trains are drawn again in the next step; published: they are lost"
+ROUNDING = (
+    f"metrics within {SAME:g} of each other are equal; published: any standard deviation "
+    f"above 0 is a difference"
+)
+NO_LIMIT = (
+    "the limit is data.max_response_length, which always has a value; published: an "
+    "argument that may be missing"
+)
+SURPLUS = (
+    "prompts after the last one that trains are drawn again in the next step; published: "
+    "they are lost"
+)
 
 
 @functools.cache
@@ -42,7 +51,11 @@ def group(scores: list[Score], ordinal: int = 0) -> ScoredGroup:
 
 def _overlong(case: Case, precision: str) -> Iterator[Comparison]:
     params, want = case.params, case.expected[""]
-    limit, factor, length = params["max_resp_len"], params["penalty_factor"], case.inputs["valid_response_length"]
+    limit, factor, length = (
+        params["max_resp_len"],
+        params["penalty_factor"],
+        case.inputs["valid_response_length"],
+    )
     buffer = f"{BUFFER}.len={params['buffer_len']}", f"{BUFFER}.penalty_factor={factor}"
     shaping = trainer(f"data.max_response_length={limit}", *buffer)
     shaped = shaping.shape_reward(Score(case.inputs["base_score"]), trajectory(length))
@@ -65,7 +78,13 @@ def _overlong_ctor(case: Case, precision: str) -> Iterator[Comparison]:
     else:
         accepted = True
     departs = limit is None and buffer["enable"]
-    yield Comparison("ok", accepted, True if departs else case.expected[""]["ok"], 0, departure=NO_LIMIT * departs)
+    yield Comparison(
+        "ok",
+        accepted,
+        True if departs else case.expected[""]["ok"],
+        0,
+        departure=NO_LIMIT * departs,
+    )
 
 
 def _filter_groups(case: Case, precision: str) -> Iterator[Comparison]:
@@ -75,17 +94,21 @@ def _filter_groups(case: Case, precision: str) -> Iterator[Comparison]:
     published = case.expected[""]["kept_uids_in_first_seen_order"]
     for uid, metric in values.items():
         kept = trainer().keep_group(group([Score(value) for value in metric]))
-        why = ALONE if len(metric) == 1 else ROUNDING if 0 < max(metric) - min(metric) <= SAME else ""
+        why = (
+            ALONE if len(metric) == 1 else ROUNDING if 0 < max(metric) - min(metric) <= SAME else ""
+        )
         yield Comparison(uid, kept, False if why else uid in published, 0, departure=why)
 
 
 def _accumulation(case: Case, precision: str) -> Iterator[Comparison]:
-    """Batch k of the vector is the k-th stretch of ``size`` ordinals; the first ones of it pass, as many as it says."""
+    """Batch k of the vector is the k-th stretch of ``size`` ordinals; the first ones of it pass, as
+    many as it says."""
     passing, wanted = case.inputs["kept_prompts_per_gen_batch"], case.params["train_batch_size"]
     # Without a bound (0 or none is given) as many batches are drawn as the vector has
     size, bound = 3 * wanted, case.params.get("max_num_gen_batches") or len(passing)
     first = 0
-    for number, event in enumerate(case.expected[""][: 4 if wanted > 100 else None]):  # the large ones take seconds
+    # The large ones take seconds
+    for number, event in enumerate(case.expected[""][: 4 if wanted > 100 else None]):
         if event["event"] == "continue":
             continue
         # A step begins where the published one does, at a new batch
@@ -99,7 +122,9 @@ def _accumulation(case: Case, precision: str) -> Iterator[Comparison]:
         yield Comparison(f"{number} used_prompts", len(kept), event["used_prompts"], 0)
         yield Comparison(f"{number} num_gen_batches", batches, event["num_gen_batches"], 0)
         why = SURPLUS if event["discarded_surplus_prompts"] else ""
-        yield Comparison(f"{number} lowest", kept, _lowest(passing, size, start)[:wanted], 0, departure=why)
+        yield Comparison(
+            f"{number} lowest", kept, _lowest(passing, size, start)[:wanted], 0, departure=why
+        )
 
 
 def _lowest(passing: list[int], size: int, start: int) -> list[int]:
@@ -108,7 +133,9 @@ def _lowest(passing: list[int], size: int, start: int) -> list[int]:
 
 
 @functools.cache
-def _collected(passing: tuple[int, ...], size: int, start: int, limits: CollectLimits) -> list[int] | None:
+def _collected(
+    passing: tuple[int, ...], size: int, start: int, limits: CollectLimits
+) -> list[int] | None:
     """The ordinals that train, and None where collecting gives up."""
 
     async def roll(ordinal: int) -> ScoredGroup:

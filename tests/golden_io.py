@@ -1,4 +1,5 @@
-"""Reading golden vectors: inputs and outputs of public implementations, from ``GOLDEN_DIR`` (default tests/golden).
+"""Reading golden vectors: inputs and outputs of public implementations, from ``GOLDEN_DIR``
+(default tests/golden).
 
 Which file is compared with which function stands in ``tests/golden_adapters.py``.
 """
@@ -37,7 +38,8 @@ class Case:
 class Comparison:
     """An output beside what it should be. ``where`` limits it to some entries.
 
-    ``departure`` is the reason why ``expected`` is not the published value but the one that is returned here.
+    ``departure`` is the reason why ``expected`` is not the published value but the one that is
+    returned here.
     """
 
     name: str
@@ -50,7 +52,8 @@ class Comparison:
 
 @dataclass
 class Outcome:
-    """What one case came to: the largest deviation, relative where values are above one, and the departures."""
+    """What one case came to: the largest deviation, relative where values are above one, and the
+    departures."""
 
     deviation: float = 0.0
     departures: dict[str, str] = field(default_factory=dict)
@@ -74,7 +77,11 @@ def load(name: str) -> list[Case]:
 
 
 def _case(file: str, raw: dict[str, Any]) -> Case:
-    expected = {key.removeprefix("expected").lstrip("_"): value for key, value in raw.items() if key[:8] == "expected"}
+    expected = {
+        key.removeprefix("expected").lstrip("_"): value
+        for key, value in raw.items()
+        if key[:8] == "expected"
+    }
     return Case(
         file=file,
         name=raw["name"],
@@ -105,7 +112,9 @@ def check(comparisons: Iterator[Comparison], want: Any) -> Outcome:
             items = list(comparisons)
         except error:
             return outcome
-        assert items and all(item.departure for item in items), f"{error.__name__} was expected, got {items}"
+        assert items and all(item.departure for item in items), (
+            f"{error.__name__} was expected, got {items}"
+        )
         return Outcome(departures={item.name: item.departure for item in items})
     for item in comparisons:
         deviation = _deviation(item)
@@ -119,10 +128,13 @@ def check(comparisons: Iterator[Comparison], want: Any) -> Outcome:
 
 
 def _deviation(item: Comparison) -> float:
-    """Largest ``|a - b| / max(1, |b|)``; NaN equals NaN, and anything else that is not finite only itself."""
+    """Largest ``|a - b| / max(1, |b|)``; NaN equals NaN, and anything else that is not finite only
+    itself."""
     actual = np.asarray(item.actual, dtype=np.float64)
     expected = np.asarray(item.expected, dtype=np.float64)
-    assert actual.shape == expected.shape, f"{item.name} has shape {actual.shape}, expected {expected.shape}"
+    assert actual.shape == expected.shape, (
+        f"{item.name} has shape {actual.shape}, expected {expected.shape}"
+    )
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     with np.errstate(invalid="ignore"):
         gap = np.where(same, 0.0, np.abs(actual - expected) / np.maximum(1.0, np.abs(expected)))

@@ -1,5 +1,5 @@
-"""What this repository answers to the golden vectors of scorers: for each file a function from a case's inputs to
-the fields of its ``expected``, by published name.
+"""What this repository answers to the golden vectors of scorers: for each file a function from a
+case's inputs to the fields of its ``expected``, by published name.
 
 ``ROBUST`` gives the answer of the robust variant, which is held to ``recommended``.
 """
@@ -49,7 +49,10 @@ def raw_cases(file: str) -> list[dict[str, Any]]:
 
 def _gsm8k(given: Inputs) -> dict[str, Any]:
     method = given.get("method", "strict")
-    kwargs = {"format_score": given.get("format_score", 0.0), "correct_score": given.get("score", 1.0)}
+    kwargs = {
+        "format_score": given.get("format_score", 0.0),
+        "correct_score": given.get("score", 1.0),
+    }
     score = gsm8k.score(given["solution_str"], given["ground_truth"], {}, method, **kwargs)
     return {"extracted": gsm8k.extract(given["solution_str"], method), "score": score.value}
 
@@ -73,7 +76,10 @@ def _math_is_equiv(given: Inputs) -> dict[str, Any]:
 
 def _math_compute_score(given: Inputs) -> dict[str, Any]:
     text = given["solution_str"]
-    return {"last_boxed": math_reward.last_box(text), "score": math_reward.score(text, given["ground_truth"]).value}
+    return {
+        "last_boxed": math_reward.last_box(text),
+        "score": math_reward.score(text, given["ground_truth"]).value,
+    }
 
 
 def _math_dapo(given: Inputs) -> dict[str, Any]:
@@ -92,7 +98,8 @@ def _prime_math(given: Inputs) -> dict[str, Any]:
     simple = prm800k.grade_answer(answer, gold)
     return {
         "is_correct": bool(prime_math.score(text, gold).value),
-        "format": simple or ("Step 2:" in text and "\\box" in text),  # of no use, and so no part of the score
+        # Of no use, and so no part of the score
+        "format": simple or ("Step 2:" in text and "\\box" in text),
         "extracted": answer,
         "match_answer": [found, answer],
         "grade_answer": simple,
@@ -119,8 +126,11 @@ def _qa_em_format(given: Inputs) -> dict[str, Any]:
     names = ("structure_format_score", "final_format_score", "retrieval_score")
 
     def value(*bonuses: float) -> float:
-        answer = qa_em.extract(text, min_answers=2)  # the vectors are prompt and response, the prompt has an example
-        return qa_em_format.judge(problem is None, retrieved, answer, golds, (*bonuses, given.get("score", 1.0))).value
+        # The vectors are prompt and response, the prompt has an example
+        answer = qa_em.extract(text, min_answers=2)
+        return qa_em_format.judge(
+            problem is None, retrieved, answer, golds, (*bonuses, given.get("score", 1.0))
+        ).value
 
     return {
         "valid": problem is None,
@@ -163,7 +173,9 @@ ANSWERS: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "reward_math_is_equiv": _math_is_equiv,
     "reward_math_compute_score": _math_compute_score,
     "reward_math_dapo": _math_dapo,
-    "reward_math_dapo_normalize": lambda given: {"normalized": math_dapo.normalize_final_answer(given["final_answer"])},
+    "reward_math_dapo_normalize": lambda given: {
+        "normalized": math_dapo.normalize_final_answer(given["final_answer"])
+    },
     "reward_prime_math": _prime_math,
     "reward_qa_normalize": lambda given: {"normalized": qa_em.normalize_answer(given["s"])},
     "reward_search_r1_like_qa_em": lambda given: _qa(given, 1, 10),
@@ -177,14 +189,26 @@ ANSWERS: dict[str, Callable[[Inputs], dict[str, Any]]] = {
 }
 
 ROBUST: dict[str, Callable[[Inputs], float]] = {
-    file: lambda given, score=score, answer=answer, gold=gold: score(answer(given), gold(given), {}, "robust").value
+    file: lambda given, score=score, answer=answer, gold=gold: (
+        score(answer(given), gold(given), {}, "robust").value
+    )
     for file, score, answer, gold in (
         ("reward_gsm8k", gsm8k.score, SOLUTION, GOLD),
-        ("reward_math_is_equiv", math_reward.score, lambda given: f"\\boxed{{{given['answer']}}}", GOLD),
+        (
+            "reward_math_is_equiv",
+            math_reward.score,
+            lambda given: f"\\boxed{{{given['answer']}}}",
+            GOLD,
+        ),
         ("reward_math_compute_score", math_reward.score, SOLUTION, GOLD),
         ("reward_math_dapo", math_dapo.score, SOLUTION, GOLD),
         ("reward_prime_math", prime_math.score, itemgetter("model_output"), GOLD),
-        ("reward_search_r1_like_qa_em", qa_em.score, SOLUTION, lambda given: {"target": given["target"]}),
+        (
+            "reward_search_r1_like_qa_em",
+            qa_em.score,
+            SOLUTION,
+            lambda given: {"target": given["target"]},
+        ),
     )
 }
 
@@ -194,6 +218,13 @@ ERRORS = (UnknownDataSource, ValueError)
 def departure(file: str, case: Mapping[str, Any]) -> str:
     """Why this case is not answered as published; nothing where it is."""
     search_r1 = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-    if file == "reward_dispatch" and case["inputs"]["data_source"] in (*search_r1, "countdown", "multiply"):
-        return "registered here, as in Search-R1's and TinyZero's tables; verl's own table has no such name"
+    if file == "reward_dispatch" and case["inputs"]["data_source"] in (
+        *search_r1,
+        "countdown",
+        "multiply",
+    ):
+        return (
+            "registered here, as in Search-R1's and TinyZero's tables; verl's own table has no "
+            "such name"
+        )
     return ""

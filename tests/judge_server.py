@@ -1,7 +1,9 @@
-"""A server with OpenAI's chat interface for tests, scripted: what it replies is a function of the request.
+"""A server with OpenAI's chat interface for tests, scripted: what it replies is a function of the
+request.
 
-``reply(number, body)`` returns a text (the judge's words), a dict of what differs in the reply (``text``, ``usage``,
-``finish``, ``model``, ``status``, ``headers``, ``raw``), or a number of seconds for which it hangs.
+``reply(number, body)`` returns a text (the judge's words), a dict of what differs in the reply
+(``text``, ``usage``, ``finish``, ``model``, ``status``, ``headers``, ``raw``), or a number of
+seconds for which it hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ class JudgeServer(Recorder):
     def list_models(self, handler: BaseHTTPRequestHandler, _: Any) -> None:
         if isinstance(self.models, int):
             return reply(handler, self.models, {"error": {"message": "scripted"}})
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "tests"} for name in self.models]
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "tests"}
+            for name in self.models
+        ]
         return reply(handler, 200, {"object": "list", "data": listed})
 
     def chat(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -38,21 +43,38 @@ class JudgeServer(Recorder):
                 given = "late"
         given = {"text": given} if isinstance(given, str) else given
         message = {"role": "assistant", "content": given.get("text", "[[1]]")}
-        choice = {"index": 0, "message": message, "finish_reason": given.get("finish", "stop"), "logprobs": None}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": given.get("finish", "stop"),
+            "logprobs": None,
+        }
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         made = {
-            **{"id": "x", "object": "chat.completion", "created": 0, "model": given.get("model", MODEL)},
+            **{
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": given.get("model", MODEL),
+            },
             **{"choices": [choice], "usage": given.get("usage", usage)},
         }
         status = given.get("status", 200)
         if status != 200:
             made = {"error": {"message": f"scripted {status}", "type": "x", "code": status}}
         raw = given.get("raw", made)
-        reply(handler, status, raw.encode() if isinstance(raw, str) else raw, [*given.get("headers", {}).items()])
+        reply(
+            handler,
+            status,
+            raw.encode() if isinstance(raw, str) else raw,
+            [*given.get("headers", {}).items()],
+        )
 
 
 @contextmanager
-def serve(reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,)) -> Iterator[JudgeServer]:
+def serve(
+    reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,)
+) -> Iterator[JudgeServer]:
     """Yield a running server. ``models`` are the names that it lists, or a status."""
     told = JudgeServer(reply=reply if callable(reply) else lambda *_: reply, models=models)
     with serving(told.chat, "/v1", listed=told.list_models) as told.url:

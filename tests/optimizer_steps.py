@@ -7,7 +7,9 @@ from core.learner.batching import mini_batching
 from core.types import TrainBatch
 
 
-def update_actor(workers: Workers, batch: TrainBatch, lr_multiplier: float = 1.0) -> dict[str, float]:
+def update_actor(
+    workers: Workers, batch: TrainBatch, lr_multiplier: float = 1.0
+) -> dict[str, float]:
     """Update the policy on a whole batch."""
     config = workers.config
     actor = config.actor_rollout_ref.actor
@@ -15,7 +17,9 @@ def update_actor(workers: Workers, batch: TrainBatch, lr_multiplier: float = 1.0
     return workers.update_actor(list(cut(batch)), lr_multiplier)
 
 
-def update_critic(workers: Workers, batch: TrainBatch, lr_multiplier: float = 1.0) -> dict[str, float]:
+def update_critic(
+    workers: Workers, batch: TrainBatch, lr_multiplier: float = 1.0
+) -> dict[str, float]:
     """Update the critic on a whole batch."""
     config = workers.config
     cut = mini_batching(config.critic, config.data.max_response_length)

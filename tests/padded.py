@@ -1,4 +1,5 @@
-"""Batches and estimators as padded tensors, [B, T]: the form in which tests write their numbers down."""
+"""Batches and estimators as padded tensors, [B, T]: the form in which tests write their numbers
+down."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ OF_TOKENS = ("response_mask", "values")
 
 @dataclass(frozen=True, eq=False)
 class PaddedAdvantageInputs:
-    """The fields of ``AdvantageInputs``, with [B, T] where those have [N], and rewards of single tokens."""
+    """The fields of ``AdvantageInputs``, with [B, T] where those have [N], and rewards of single
+    tokens."""
 
     token_level_rewards: Tensor
     response_mask: Tensor
@@ -45,17 +47,27 @@ class PaddedAdvantageInputs:
         return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
 
 
-def batch_of_padded(*, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:
+def batch_of_padded(
+    *, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None
+) -> TrainBatch:
     """Return the batch of fields of which those of tokens are padded on the right."""
     of_tokens = {
-        name for name, value in fields.items() if value is not None and BATCH_FIELDS[name].metadata["axes"] == "N"
+        name
+        for name, value in fields.items()
+        if value is not None and BATCH_FIELDS[name].metadata["axes"] == "N"
     }
-    flat = {name: value[attention_mask] if name in of_tokens else value for name, value in fields.items()}
+    flat = {
+        name: value[attention_mask] if name in of_tokens else value
+        for name, value in fields.items()
+    }
     return TrainBatch(attention_mask.sum(dim=1), pad_id).adding(**flat)
 
 
-def on_padded(estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return an estimator of :class:`PaddedAdvantageInputs`, whose sequences have no padding, that calls a flat one."""
+def on_padded(
+    estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return an estimator of :class:`PaddedAdvantageInputs`, whose sequences have no padding, that
+    calls a flat one."""
 
     def estimate(inputs: PaddedAdvantageInputs) -> tuple[Tensor, Tensor]:
         advantages, returns = estimator(flat_inputs(inputs))
@@ -68,22 +80,35 @@ def on_padded(estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]) -> 
 def flat_inputs(inputs: PaddedAdvantageInputs) -> AdvantageInputs:
     """Return the same inputs on flat tokens; rewards of single tokens stay where they are."""
     count, width = inputs.response_mask.shape
-    fields: dict[str, Any] = {one.name: getattr(inputs, one.name) for one in dataclasses.fields(inputs)}
+    fields: dict[str, Any] = {
+        one.name: getattr(inputs, one.name) for one in dataclasses.fields(inputs)
+    }
     rewards = fields.pop("token_level_rewards")
-    flat = {name: fields[name] if fields[name] is None else fields[name].flatten() for name in OF_TOKENS}
+    flat = {
+        name: fields[name] if fields[name] is None else fields[name].flatten() for name in OF_TOKENS
+    }
     lengths = torch.full((count,), width)
-    return AdvantageInputs(rewards.new_zeros(count), lengths, token_rewards=rewards.flatten(), **{**fields, **flat})
+    return AdvantageInputs(
+        rewards.new_zeros(count), lengths, token_rewards=rewards.flatten(), **{**fields, **flat}
+    )
 
 
 def padded_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    """Return the policy loss of this name as a function of [B, T] tensors without padding, and the section actor."""
+    """Return the policy loss of this name as a function of [B, T] tensors without padding, and the
+    section actor."""
     flat = policy_loss(name)
 
-    def loss(log_prob: Tensor, old: Tensor, adv: Tensor, mask: Tensor, config: Any, *selected: Tensor) -> Any:
+    def loss(
+        log_prob: Tensor, old: Tensor, adv: Tensor, mask: Tensor, config: Any, *selected: Tensor
+    ) -> Any:
         tensors = (value.flatten() for value in (log_prob, old, adv, mask))
         lengths = torch.full((len(mask),), mask.shape[1])
-        loss_N, stats = flat(LossInputs(*tensors, config, lengths, *(one.flatten() for one in selected)))
-        return loss_N.view(mask.shape), {name: value.view(mask.shape) for name, value in stats.items()}
+        loss_N, stats = flat(
+            LossInputs(*tensors, config, lengths, *(one.flatten() for one in selected))
+        )
+        return loss_N.view(mask.shape), {
+            name: value.view(mask.shape) for name, value in stats.items()
+        }
 
     return loss
 

@@ -30,7 +30,8 @@ def grade(manager: GraderPool | InProcess, jobs: list[Job]) -> list[Score | Fail
 
 @contextmanager
 def marked():
-    """Yields a function that lists the processes started since, this one excepted, wherever they have gone."""
+    """Yields a function that lists the processes started since, this one excepted, wherever they
+    have gone."""
     name = f"{MARK}_{uuid.uuid4().hex}"
     os.environ[name] = "1"
     try:
@@ -45,7 +46,10 @@ def marked_processes(name: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                environment, state = (entry / "environ").read_bytes(), (entry / "stat").read_text().rpartition(")")[2]
+                environment, state = (
+                    (entry / "environ").read_bytes(),
+                    (entry / "stat").read_text().rpartition(")")[2],
+                )
             except OSError:  # it ended, or is another user's
                 continue
             if f"{name}=1".encode() in environment and not state.startswith(" Z"):

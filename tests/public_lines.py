@@ -1,12 +1,14 @@
-"""Composes the command lines that people published for verl, and prints how many a source end in which way.
+"""Composes the command lines that people published for verl, and prints how many a source end in
+which way.
 
 python -m tests.public_lines [--list]
 
-``commands/public_lines.jsonl`` has 302 lines of verl 0.2 to main, of its recipes and of other repositories: source,
-script, module, recipe here, arguments. ``$DATA`` and ``$SRC`` stand for folders of data and of the source's checkout.
-Composing is what ``DRY_RUN=1`` does. A line that is refused with another recipe's name is that recipe's. A
-line *composes*; or is *mended*: what its messages advise, and nothing else, ends in a configuration; or it asks for
-something that is *not here*.
+``commands/public_lines.jsonl`` has 302 lines of verl 0.2 to main, of its recipes and of other
+repositories: source, script, module, recipe here, arguments. ``$DATA`` and ``$SRC`` stand for
+folders of data and of the source's checkout. Composing is what ``DRY_RUN=1`` does. A line that is
+refused with another recipe's name is that recipe's. A line *composes*; or is *mended*: what its
+messages advise, and nothing else, ends in a configuration; or it asks for something that is *not
+here*.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ RECIPES = "verl-recipe, Search-R1"
 FEATURES = {  # name -> pattern of a problem
     "another training engine": r"training engine that is not here|models train with FSDP2",
     "asynchronous trainers": r"asynchronous trainer",
-    "agent loops of others": r"agent loop (that is not here|of verl's own interface)|a mode of another project",
+    "agent loops of others": r"agent loop (that is not here|of verl's own interface)|a mode of "
+    r"another project",
     "keys of a fork": r"unknown key; no such key here|is a section of|is a scorer for validation",
     "classes of data sets and samplers": r"(data set class|sampler) of verl's interface",
     "a reward model behind an engine": r"a reward model behind an engine",
-    "another function or engine": r"(reward_manager|loss_mode|adv_estimator|rollout\.name)=.*must be one of",
+    "another function or engine": r"(reward_manager|loss_mode|adv_estimator|rollout\.name)=.*must "
+    r"be one of",
     "adapters of an earlier run": r"adapters start fresh",
     "engines over several nodes": r"must divide the \d+ GPUs of a node",
     "pictures over SGLang, in SFT or split": r"sends no pictures|reads pictures",
@@ -65,7 +69,12 @@ class Line:
         if "async" in self.module or "one_step" in self.module:
             return "asynchronous trainers"
         if self.source.startswith("verl-"):
-            names = {"0.6.1": "verl 0.6.1", "HEAD": "verl main", "0.7.1": "verl 0.7.1", "recipe": RECIPES}
+            names = {
+                "0.6.1": "verl 0.6.1",
+                "HEAD": "verl main",
+                "0.7.1": "verl 0.7.1",
+                "recipe": RECIPES,
+            }
             return names.get(self.source.removeprefix("verl-"), "verl 0.2 to 0.5")
         return RECIPES if self.source.endswith("+Search-R1") else "third parties"
 
@@ -75,13 +84,21 @@ def lines() -> tuple[Line, ...]:
     """Return the committed lines."""
     texts = (FOLDER / "public_lines.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(
-        Line(one["source"], one["script"], one["module"], one["recipe"], tuple(one["args"]), one["valid_in_verl_061"])
+        Line(
+            one["source"],
+            one["script"],
+            one["module"],
+            one["recipe"],
+            tuple(one["args"]),
+            one["valid_in_verl_061"],
+        )
         for one in map(json.loads, texts)
     )
 
 
 def arguments(line: Line, folder: Path) -> list[str]:
-    """Return the arguments with the paths of a folder, in which the files that they name are made."""
+    """Return the arguments with the paths of a folder, in which the files that they name are
+    made."""
 
     def made(match: re.Match) -> str:
         path = folder / match[1].lstrip("/")
@@ -91,7 +108,10 @@ def arguments(line: Line, folder: Path) -> list[str]:
         return str(path)
 
     multi_turn = str(FOLDER / "multi_turn")
-    own = (re.sub(r"\$SRC/[\w.+-]+/examples/sglang_multiturn/config$", multi_turn, text) for text in line.args)
+    own = (
+        re.sub(r"\$SRC/[\w.+-]+/examples/sglang_multiturn/config$", multi_turn, text)
+        for text in line.args
+    )
     return [re.sub(r"\$DATA(/[\w./-]+)", made, text) for text in own]
 
 
@@ -104,11 +124,15 @@ def composed(recipe: str, args: tuple[str, ...]) -> tuple[Composed, list[str]]:
 
 @cache
 def command(line: Line, folder: Path) -> tuple[str, tuple[str, ...]]:
-    """Return recipe and arguments: the line's own, or those of the command that its refusal names."""
+    """Return recipe and arguments: the line's own, or those of the command that its refusal
+    names."""
     args = tuple(arguments(line, folder))
     _, problems = composed(line.recipe, args)
     advised = next(
-        filter(None, (re.search(r"; run python -m recipes\.(\w+)\.main_\1$", one) for one in problems)), None
+        filter(
+            None, (re.search(r"; run python -m recipes\.(\w+)\.main_\1$", one) for one in problems)
+        ),
+        None,
     )
     return (advised[1] if advised else line.recipe, args)
 

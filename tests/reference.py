@@ -7,7 +7,9 @@ import numpy as np
 Array = np.ndarray
 
 
-def head(hidden: Array, weight: Array, labels: Array, temperature: float, bias: Array | None) -> tuple[Array, Array]:
+def head(
+    hidden: Array, weight: Array, labels: Array, temperature: float, bias: Array | None
+) -> tuple[Array, Array]:
     """(log-probs, entropies) by an explicit softmax."""
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
     probs = np.exp(logits - logits.max(-1, keepdims=True))

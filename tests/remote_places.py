@@ -1,4 +1,5 @@
-"""File systems for tests: memory, a folder as ``file://``, and a real S3 server of the package moto."""
+"""File systems for tests: memory, a folder as ``file://``, and a real S3 server of the package
+moto."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ import fsspec
 
 from core import files
 
-LOGIN = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+LOGIN = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 def fresh(monkeypatch, tmp_path: Path) -> Path:
@@ -30,7 +35,11 @@ def fresh(monkeypatch, tmp_path: Path) -> Path:
 def put(folder: Path, url: str) -> str:
     """Copies a file or folder to a URL with the driver's own means, and returns the URL."""
     fs, path = fsspec.core.url_to_fs(url)
-    for file in [folder] if folder.is_file() else sorted(each for each in folder.rglob("*") if each.is_file()):
+    for file in (
+        [folder]
+        if folder.is_file()
+        else sorted(each for each in folder.rglob("*") if each.is_file())
+    ):
         target = path if folder.is_file() else f"{path}/{file.relative_to(folder)}"
         fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         fs.pipe_file(target, file.read_bytes())
@@ -46,7 +55,9 @@ def s3_server() -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     # It counts requests before it checks who sends them: never, until a test resets the count to 0.
     environment = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
         try:
             for _ in range(600):
                 with socket.socket() as client:

@@ -1,4 +1,5 @@
-"""Parquet files of rows and the ``data`` section that reads them: ``from tests.row_files import data_config``."""
+"""Parquet files of rows and the ``data`` section that reads them: ``from tests.row_files import
+data_config``."""
 
 from __future__ import annotations
 
@@ -33,11 +34,17 @@ DEFAULTS = dict(
 def data_config(**changes: Any) -> SimpleNamespace:
     """What the stream reads of ``config.data``, with verl's defaults."""
     assert changes.keys() <= DEFAULTS.keys()
-    files = {name: (value,) for name, value in changes.items() if name.endswith("_files") and isinstance(value, str)}
+    files = {
+        name: (value,)
+        for name, value in changes.items()
+        if name.endswith("_files") and isinstance(value, str)
+    }
     return SimpleNamespace(**{**DEFAULTS, **changes, **files})
 
 
-def plain_row(index: int, source: str = "s", text: str | None = None, **changes: Any) -> dict[str, Any]:
+def plain_row(
+    index: int, source: str = "s", text: str | None = None, **changes: Any
+) -> dict[str, Any]:
     """A row whose prompt is its own number as a plain string."""
     row = {
         "data_source": source,

@@ -1,7 +1,8 @@
 """An engine without a model: what it answers and how long that takes is scripted.
 
-Time is virtual. A request that starts at ``t`` with latency ``d`` ends at ``t + d``; the clock jumps from one end
-to the next as soon as those who await have had their turns, so that the order of ends is the script's alone.
+Time is virtual. A request that starts at ``t`` with latency ``d`` ends at ``t + d``; the clock
+jumps from one end to the next as soon as those who await have had their turns, so that the order of
+ends is the script's alone.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from core.engines.in_process_engine import Row
 from core.engines.sampling import StopRule
 from core.types import Stop, Trajectory
 
-TURNS = 16  # of the event loop between two ends: consumers that await one another react within one instant
+# Of the event loop between two ends: consumers that await one another react within one instant
+TURNS = 16
 LOGPROB = -1.0  # of every token
 
 
 class ScriptedEngine:
     """Satisfies :class:`core.engines.RolloutEngine` in everything but having weights.
 
-    ``respond(request)`` gives the response as token ids, or as text, to which the end-of-sequence id is appended;
-    the request's limits and stops cut it as they would cut a model's. What it raises, ``sample`` raises.
-    ``latency(request, tokens)`` gives virtual seconds (default: one a token).
+    ``respond(request)`` gives the response as token ids, or as text, to which the end-of-sequence
+    id is appended; the request's limits and stops cut it as they would cut a model's. What it
+    raises, ``sample`` raises. ``latency(request, tokens)`` gives virtual seconds (default: one a
+    token).
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class ScriptedEngine:
         self.latency = latency or (lambda request, tokens: float(tokens))
         self.eos, self.policy_version, self.now = end_ids(tokenizer), 0, 0.0
         self.requests: list[SampleRequest] = []
-        self._running: list[tuple[float, int, asyncio.Future, Trajectory]] = []  # a heap, the next to end first
+        # A heap, the next to end first
+        self._running: list[tuple[float, int, asyncio.Future, Trajectory]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking = False
 
@@ -96,7 +100,11 @@ class ScriptedEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes any weights. Raises RuntimeError where requests are in flight."""
-        if self._loop is not None and not self._loop.is_closed() and not all(one[2].done() for one in self._running):
+        if (
+            self._loop is not None
+            and not self._loop.is_closed()
+            and not all(one[2].done() for one in self._running)
+        ):
             raise RuntimeError("update_weights with requests in flight: await or cancel them first")
         self.policy_version = version
 
@@ -108,9 +116,12 @@ class ScriptedEngine:
 
 
 def random_latency(seed: int, mean: float = 1.0) -> Callable[[SampleRequest, int], float]:
-    """Exponential latencies, a function of ``seed`` and the request's own seed: not of the order of arrival."""
+    """Exponential latencies, a function of ``seed`` and the request's own seed: not of the order of
+    arrival."""
 
     def latency(request: SampleRequest, tokens: int) -> float:
-        return float(np.random.default_rng(derive_seed("latency", seed, request.seed)).exponential(mean))
+        return float(
+            np.random.default_rng(derive_seed("latency", seed, request.seed)).exponential(mean)
+        )
 
     return latency

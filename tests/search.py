@@ -16,17 +16,33 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = ("harbour", "mountain", "river", "castle", "market", "garden", "library", "bridge", "tower", "island")
+PLACES = (
+    "harbour",
+    "mountain",
+    "river",
+    "castle",
+    "market",
+    "garden",
+    "library",
+    "bridge",
+    "tower",
+    "island",
+)
 
 
 def contents(number: int) -> str:
     """A passage that no other one equals: its title holds a word of its own."""
     place, other = PLACES[number % 10], PLACES[number // 10 % 10]
-    return f'"Entity{number}"\nEntity{number} is a {place} beside the {other} of district {number % 7}.'
+    return (
+        f'"Entity{number}"\nEntity{number} is a {place} beside the {other} of district '
+        f"{number % 7}."
+    )
 
 
 def write_corpus(path: Path, rows: int = 200) -> Path:
-    lines = (json.dumps({"id": f"p{number}", "contents": contents(number)}) for number in range(rows))
+    lines = (
+        json.dumps({"id": f"p{number}", "contents": contents(number)}) for number in range(rows)
+    )
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
@@ -38,12 +54,19 @@ def free_port() -> int:
 
 
 class Server:
-    """``retrieval_server`` in a process of its own; it can be killed and started again on its port."""
+    """``retrieval_server`` in a process of its own; it can be killed and started again on its
+    port."""
 
     def __init__(self, index: Path, *arguments: str):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/retrieve"
-        self._command = [sys.executable, "-m", "recipes.search_r1.retrieval_server", "--index", str(index)]
+        self._command = [
+            sys.executable,
+            "-m",
+            "recipes.search_r1.retrieval_server",
+            "--index",
+            str(index),
+        ]
         self._command += ["--port", str(self.port), *arguments]
         self._process: subprocess.Popen[str] | None = None
 
@@ -77,7 +100,8 @@ class Server:
 
 
 class PlainServer(Server):
-    """A server that repeats each query as its passage, in a process that starts in a tenth of a second."""
+    """A server that repeats each query as its passage, in a process that starts in a tenth of a
+    second."""
 
     def __init__(self):
         super().__init__(Path())
@@ -88,7 +112,10 @@ def answer_for(request: Mapping[str, Any]) -> dict[str, Any]:
     """A right answer in the published format: passages that repeat the query."""
     return {
         "result": [
-            [{"document": {"id": f"{query}/{n}", "contents": query}, "score": -n} for n in range(request["topk"])]
+            [
+                {"document": {"id": f"{query}/{n}", "contents": query}, "score": -n}
+                for n in range(request["topk"])
+            ]
             for query in request["queries"]
         ]
     }
@@ -97,18 +124,27 @@ def answer_for(request: Mapping[str, Any]) -> dict[str, Any]:
 Behaviour = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
 
-def reply(handler: BaseHTTPRequestHandler, status: int, body: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
+def reply(
+    handler: BaseHTTPRequestHandler, status: int, body: Any, headers: Sequence[tuple[str, str]] = ()
+) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
-    for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **dict(headers)}.items():
+    for name, value in {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(data)),
+        **dict(headers),
+    }.items():
         handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(data)
 
 
 @contextmanager
-def serving(behave: Behaviour, path: str = "/", port: int = 0, listed: Behaviour | None = None) -> Iterator[str]:
-    """A server in a thread whose answer to every POST is ``behave``'s, to every GET ``listed``'s; yields its URL."""
+def serving(
+    behave: Behaviour, path: str = "/", port: int = 0, listed: Behaviour | None = None
+) -> Iterator[str]:
+    """A server in a thread whose answer to every POST is ``behave``'s, to every GET ``listed``'s;
+    yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -188,6 +224,8 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 if __name__ == "__main__":
-    with serving(lambda handler, request: reply(handler, 200, answer_for(request)), port=int(sys.argv[1])):
+    with serving(
+        lambda handler, request: reply(handler, 200, answer_for(request)), port=int(sys.argv[1])
+    ):
         print(sys.argv[1], flush=True)
         threading.Event().wait()

@@ -1,7 +1,8 @@
-"""Starts that cannot succeed end in a line: an old command, a Python without packages, a half-made environment.
+"""Starts that cannot succeed end in a line: an old command, a Python without packages, a half-made
+environment.
 
-The interpreters are this one without site-packages (``-S``) and an environment without pip, made here. They run copies
-of the repository's Python files where the state of ``.venv`` matters.
+The interpreters are this one without site-packages (``-S``) and an environment without pip, made
+here. They run copies of the repository's Python files where the state of ``.venv`` matters.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import pytest
 import core
 
 ROOT = Path(__file__).resolve().parent.parent
-BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+BARE = {
+    name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+}
 
 
 def start(*arguments, folder=ROOT, python=(sys.executable, "-S")):
-    return subprocess.run([*python, *arguments], cwd=folder, env=BARE, capture_output=True, text=True)
+    return subprocess.run(
+        [*python, *arguments], cwd=folder, env=BARE, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +36,25 @@ def clone(tmp_path_factory):
     """The repository without an environment."""
     folder = tmp_path_factory.mktemp("clone")
     for package in ("core", "recipes", "results", "data_preprocess", "reward_scores"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.json*"))
+        shutil.copytree(
+            ROOT / package,
+            folder / package,
+            ignore=shutil.ignore_patterns("__pycache__", "*.json*"),
+        )
     return folder
 
 
 def one_line(done) -> str:
-    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     (line,) = done.stderr.splitlines()
     return line
 
 
-@pytest.mark.parametrize("command", ["core.plan", "recipes.lab.tour", "recipes.search_r1.main_search_r1"])
+@pytest.mark.parametrize(
+    "command", ["core.plan", "recipes.lab.tour", "recipes.search_r1.main_search_r1"]
+)
 def test_a_command_without_its_packages_names_one_and_what_to_type(command, clone):
     line = one_line(start("-m", command, folder=clone))
     begin = rf"[\w-]+: is not installed for {re.escape(sys.executable)}; type make setup, then "
@@ -50,7 +63,10 @@ def test_a_command_without_its_packages_names_one_and_what_to_type(command, clon
 
 @pytest.mark.parametrize(
     "body, error",
-    [("from core import nope", "cannot import name 'nope'"), ("import yaml.nope", "No module named 'yaml.nope'")],
+    [
+        ("from core import nope", "cannot import name 'nope'"),
+        ("import yaml.nope", "No module named 'yaml.nope'"),
+    ],
 )
 def test_other_errors_keep_their_traceback(body, error, clone):
     (clone / "recipes/lab/broken.py").write_text(body)
@@ -70,8 +86,14 @@ def test_a_python_of_another_version_is_named():
 
 def test_a_half_made_environment_is_named_by_commands_and_run_scripts(tmp_path):
     for package in ("core", "recipes", "reward_scores"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.json*"))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True, env=BARE)
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("__pycache__", "*.json*"),
+        )
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True, env=BARE
+    )
     python = str(tmp_path / ".venv/bin/python")
     line = one_line(start("-m", "recipes.grpo.main_grpo", folder=tmp_path, python=(python,)))
     assert f"is not installed for {python}; type make setup, then " in line

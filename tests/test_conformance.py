@@ -21,10 +21,15 @@ def test_every_golden_vector_passes_or_is_a_listed_departure(ran, subtests):
     assert not [file for file in missing if file.startswith("reward_")]
 
 
-@pytest.mark.skipif("GOLDEN_DIR" in os.environ, reason="the committed report is of the committed vectors")
+@pytest.mark.skipif(
+    "GOLDEN_DIR" in os.environ, reason="the committed report is of the committed vectors"
+)
 def test_golden_report_is_what_the_command_writes(ran):
     committed, fresh = (
         re.sub(r"< 1e[+-]?\d+", "0", report)
-        for report in (conformance.DEFAULT_OUT.read_text(encoding="utf-8"), conformance.render(*ran))
+        for report in (
+            conformance.DEFAULT_OUT.read_text(encoding="utf-8"),
+            conformance.render(*ran),
+        )
     )
     assert committed == fresh, "run python -m tests.conformance"

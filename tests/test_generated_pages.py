@@ -1,6 +1,8 @@
-"""The tables of results equal what their committed records give. Slow, and the only test that compares them.
+"""The tables of results equal what their committed records give. Slow, and the only test that
+compares them.
 
-A change of the code that changes a page does not fail the default suite: ``make report`` generates the pages again.
+A change of the code that changes a page does not fail the default suite: ``make report`` generates
+the pages again.
 """
 
 from __future__ import annotations
@@ -27,4 +29,6 @@ def rounded(value):
 def test_the_tables_of_results_are_what_the_committed_runs_give():
     assert readme_tables.update(RESULTS, check=True) == 0
     for path in sorted(RESULTS.glob("*/*/summary.json")):
-        assert rounded(json.loads(path.read_text())) == rounded(summarise(load_run(path.parent))), path
+        assert rounded(json.loads(path.read_text())) == rounded(summarise(load_run(path.parent))), (
+            path
+        )

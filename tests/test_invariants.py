@@ -59,13 +59,19 @@ TESTS = {
         "tests/results/test_report.py::test_what_joins_an_experiment_and_what_is_another",
         "tests/core/checkpoint/test_provenance.py::test_another_base_data_or_objective_is_refused_unless_it_is_allowed",
     ),
-    "A step's values agree": ("tests/core/algorithm/test_checks.py::test_what_trains_is_what_the_engine_returned",),
+    "A step's values agree": (
+        "tests/core/algorithm/test_checks.py::test_what_trains_is_what_the_engine_returned",
+    ),
 }
 
 
 def test_each_invariant_has_tests_that_exist():
     page = (ROOT / "core/README.md").read_text(encoding="utf-8").partition("## Invariants")[2]
-    titles = [title.rstrip(".,") for title in re.findall(r"^\d+\. \*\*(.*?)\*\*", page, re.MULTILINE)]
+    titles = [
+        title.rstrip(".,") for title in re.findall(r"^\d+\. \*\*(.*?)\*\*", page, re.MULTILINE)
+    ]
     assert titles == list(TESTS) and all(TESTS.values())
     named = [name.split("::") for names in TESTS.values() for name in names]
-    assert not [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+    assert not [
+        f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()
+    ]

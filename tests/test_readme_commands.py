@@ -1,8 +1,10 @@
-"""Every command block of every README works as typed: in a fresh shell without environment, PYTHONPATH or packages.
+"""Every command block of every README works as typed: in a fresh shell without environment,
+PYTHONPATH or packages.
 
-The shell stands in a copy of the repository after ``make setup``. DRY_RUN=1 is set, ``make`` prints only and nothing
-reaches the network; the few commands that know no dry run find what they need, refuse in the way that the table below
-says, or only show their help. ``make test-slow`` types the labs in fact.
+The shell stands in a copy of the repository after ``make setup``. DRY_RUN=1 is set, ``make`` prints
+only and nothing reaches the network; the few commands that know no dry run find what they need,
+refuse in the way that the table below says, or only show their help. ``make test-slow`` types the
+labs in fact.
 """
 
 from __future__ import annotations
@@ -23,23 +25,28 @@ from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a file, see test_your_own_recipe.py
+# Mine/: a file, see test_your_own_recipe.py
+FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)
 
 # What a command that knows no dry run says here, in its last lines: status, text.
 REFUSALS = {
     r'main_grpo "\$\{KEYS': (2, "does not exist"),  # a reader's own files are not there
     r"data_preprocess\.check my/": (1, "does not exist"),  # as above
-    r"core\.evaluate generate search_r1 --run": (2, "is not a checkpoint"),  # the lab's run is not there
+    # The lab's run is not there
+    r"core\.evaluate generate search_r1 --run": (2, "is not a checkpoint"),
     r"core\.export outputs/": (2, "is not a checkpoint"),  # the stand-in for the lab's run has none
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
-    r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),  # what was kept is not there
+    # What was kept is not there
+    r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),
 }
 # They train, and know no dry run: only asked for their help here.
 TRAINS = re.compile(r"-m (recipes\.lab\.\w+|recipes\.grpo\.from_scratch)")
 # Typed in fact by the slow test; what they make is there for the commands after them.
-LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish|trace)|core\.export")
+LABS = re.compile(
+    r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish|trace)|core\.export"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ class Block:
 
 
 def git_files(*arguments: str) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z", *arguments], cwd=ROOT, capture_output=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *arguments], cwd=ROOT, capture_output=True, check=True
+    )
     return listed.stdout.decode().split("\0")[:-1]
 
 
@@ -73,7 +82,8 @@ class Typed:
 
 
 def copy_of_the_repository(to: Path) -> Path:
-    """The files that git would commit, older than the set-up, which is this interpreter's environment."""
+    """The files that git would commit, older than the set-up, which is this interpreter's
+    environment."""
     for name in git_files("-co", "--exclude-standard"):
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,17 +94,32 @@ def copy_of_the_repository(to: Path) -> Path:
     return to
 
 
-def type_in(folder: Path, home: Path, commands: tuple[str, ...], *, in_fact: bool = False) -> list[Typed]:
+def type_in(
+    folder: Path, home: Path, commands: tuple[str, ...], *, in_fact: bool = False
+) -> list[Typed]:
     """Type the commands into one fresh shell and return what each did."""
     lines = ["export HF_HUB_OFFLINE=1 MAKEFLAGS=n DRY_RUN=1"]
     for command in commands:
         if in_fact:
-            lines.append("unset DRY_RUN MAKEFLAGS" if LABS.search(command) else "export MAKEFLAGS=n DRY_RUN=1")
+            lines.append(
+                "unset DRY_RUN MAKEFLAGS"
+                if LABS.search(command)
+                else "export MAKEFLAGS=n DRY_RUN=1"
+            )
         else:
             command = TRAINS.sub(r"\g<0> --help", command)
         lines += [command, r"printf '\n@@ %d\n' $?"]
     done = subprocess.run(
-        ["/usr/bin/env", "-i", f"HOME={home}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "bash", "--noprofile", "--norc"],
+        [
+            "/usr/bin/env",
+            "-i",
+            f"HOME={home}",
+            "PATH=/usr/bin:/bin",
+            "LANG=C.UTF-8",
+            "bash",
+            "--noprofile",
+            "--norc",
+        ],
         input="\n".join(lines) + "\n",
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -119,7 +144,9 @@ def place(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def expected(command: str) -> tuple[int, str]:
-    return next((wanted for pattern, wanted in REFUSALS.items() if re.search(pattern, command)), (0, ""))
+    return next(
+        (wanted for pattern, wanted in REFUSALS.items() if re.search(pattern, command)), (0, "")
+    )
 
 
 def test_there_are_blocks_and_every_exception_stands_for_a_command():
@@ -130,7 +157,8 @@ def test_there_are_blocks_and_every_exception_stands_for_a_command():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("of_recipes", [False, pytest.param(True, marks=pytest.mark.processes)])  # dozens of dry runs
+# Dozens of dry runs
+@pytest.mark.parametrize("of_recipes", [False, pytest.param(True, marks=pytest.mark.processes)])
 def test_blocks_work_as_typed(place, of_recipes, subtests):
     folder, home = place
     runs = folder / "outputs/grpo/lab-30-steps"  # what make lab leaves, but for its checkpoint
@@ -139,11 +167,17 @@ def test_blocks_work_as_typed(place, of_recipes, subtests):
         if block.path.is_relative_to(ROOT / "recipes") == of_recipes:
             with subtests.test(block.name):
                 typed = type_in(folder, home, block.commands)
-                assert len(typed) == len(block.commands), typed[-1].output if typed else "the shell ended"
+                assert len(typed) == len(block.commands), (
+                    typed[-1].output if typed else "the shell ended"
+                )
                 for one in typed:
                     status, text = expected(one.command)
-                    assert one.status == status and text in one.output, f"{one.command}\n{one.output}"
-                    assert "Traceback" not in one.output and "No module named" not in one.output, one.output
+                    assert one.status == status and text in one.output, (
+                        f"{one.command}\n{one.output}"
+                    )
+                    assert "Traceback" not in one.output and "No module named" not in one.output, (
+                        one.output
+                    )
 
 
 @pytest.mark.slow
@@ -157,7 +191,9 @@ def test_the_labs_work_as_typed_in_this_order(place, tmp_path, subtests):
         with subtests.test(block.name):
             for one in type_in(folder, place[1], block.commands, in_fact=True):
                 if LABS.search(one.command):
-                    assert one.status == 0 and "Traceback" not in one.output, f"{one.command}\n{one.output}"
+                    assert one.status == 0 and "Traceback" not in one.output, (
+                        f"{one.command}\n{one.output}"
+                    )
     assert (folder / "outputs/grpo/lab-30-steps/report.html").exists()
 
 
@@ -165,12 +201,22 @@ OF_OTHERS = "EngineArgs.__init__()"  # vLLM's message
 
 
 def test_messages_on_the_page_of_troubles_are_printed_by_some_code():
-    """Of each quoted message at least seven in ten pairs of neighbouring words stand in a source file."""
-    files = git_files("core", "recipes", "reward_scores", "results", "data_preprocess", "environment", "Makefile")
-    source = "".join((ROOT / name).read_text() for name in files if name.endswith((".py", ".sh", "Makefile")))
+    """Of each quoted message at least seven in ten pairs of neighbouring words stand in a source
+    file."""
+    files = git_files(
+        "core", "recipes", "reward_scores", "results", "data_preprocess", "environment", "Makefile"
+    )
+    source = "".join(
+        (ROOT / name).read_text() for name in files if name.endswith((".py", ".sh", "Makefile"))
+    )
     source = " ".join(re.sub(r"\{[^{}]*\}|\\n", " ", re.sub(r'"\s*\n\s*f?"', "", source)).split())
     page = (ROOT / "TROUBLESHOOTING.md").read_text().splitlines()
-    quoted = [message for line in page if line.startswith("> ") for message in re.findall(r"`([^`]+)`", line)]
+    quoted = [
+        message
+        for line in page
+        if line.startswith("> ")
+        for message in re.findall(r"`([^`]+)`", line)
+    ]
     assert len(quoted) > 25
     for message in quoted:
         parts = [part.split() for part in re.sub(r"\([A-Z][\w ]*: .*", "", message).split("...")]

@@ -1,4 +1,5 @@
-"""The structure of the repository: which package may import which, and where heavy packages are imported.
+"""The structure of the repository: which package may import which, and where heavy packages are
+imported.
 
 Paths and commands that documents name are compared with the code by slow tests.
 """
@@ -28,8 +29,9 @@ TOP_LEVEL = {
     "reward_scores": (),
 }
 
-# The layers of core, the top one first. A package or file imports from the layers below it and, as long as no circle
-# arises, from its own layer. A name is that of a package or of a file at the top of core.
+# The layers of core, the top one first. A package or file imports from the layers below it and, as
+# long as no circle arises, from its own layer. A name is that of a package or of a file at the top
+# of core.
 LAYERS = (
     ("__init__",),
     ("python_api",),
@@ -74,7 +76,8 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imported_names(path: Path, typing: bool = True) -> frozenset[str]:
-    """Return every dotted name that the file imports, inside functions too; ``typing``: under TYPE_CHECKING as well."""
+    """Return every dotted name that the file imports, inside functions too; ``typing``: under
+    TYPE_CHECKING as well."""
     found, unread = set(), set()
     for node in ast.walk(tree(path)):
         if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -85,14 +88,19 @@ def imported_names(path: Path, typing: bool = True) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{relative(path)}: a relative import, which this test does not read"
+            assert not node.level, (
+                f"{relative(path)}: a relative import, which this test does not read"
+            )
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(found)
 
 
 def imported_modules(path: Path, typing: bool = True) -> set[str]:
     """Return the modules of this repository that the file imports, without itself."""
-    found = {name if name in modules() else name.rpartition(".")[0] for name in imported_names(path, typing)}
+    found = {
+        name if name in modules() else name.rpartition(".")[0]
+        for name in imported_names(path, typing)
+    }
     return (found & modules().keys()) - {module_of(path)}
 
 
@@ -101,7 +109,8 @@ def package_of(module: str) -> str:
 
 
 def unit_of(module: str) -> str:
-    """Return the name in LAYERS of a module of core: its package, or the file at the top of core."""
+    """Return the name in LAYERS of a module of core: its package, or the file at the top of
+    core."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -154,8 +163,14 @@ def test_a_recipe_imports_no_other_recipe_except_the_lab():
 
 def test_ray_and_vllm_are_imported_by_few_files():
     for package, allowed in IMPORTED_ONLY_BY.items():
-        importing = [relative(path) for path in modules().values() if package in map(package_of, imported_names(path))]
-        assert importing and all(any(fnmatch(name, one) for one in allowed) for name in importing), importing
+        importing = [
+            relative(path)
+            for path in modules().values()
+            if package in map(package_of, imported_names(path))
+        ]
+        assert importing and all(
+            any(fnmatch(name, one) for one in allowed) for name in importing
+        ), importing
 
 
 def test_composing_scoring_and_reporting_load_no_heavy_package():
@@ -170,7 +185,9 @@ SCORERS['openai/gsm8k']('#### 4', '4', {})
 plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])
 print([n for n in ('torch', 'ray', 'vllm', 'transformers', 'wandb') if n in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
@@ -179,8 +196,12 @@ STARTS = "|".join([*TOP_LEVEL, "tests"])
 
 @pytest.mark.slow
 def test_what_documents_name_exists():
-    """Paths and commands of this repository that documents and scripts name; ``*`` and ``<recipe>`` stand for any."""
-    missing, patterns = [], ("*.md", "core/**/*.md", "recipes/**/*.md", "tests/commands/*.md", "recipes/**/*.sh")
+    """Paths and commands of this repository that documents and scripts name; ``*`` and ``<recipe>``
+    stand for any."""
+    missing, patterns = (
+        [],
+        ("*.md", "core/**/*.md", "recipes/**/*.md", "tests/commands/*.md", "recipes/**/*.sh"),
+    )
     for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
         text = path.read_text(encoding="utf-8")
         for name in re.findall(rf"(?<![\w./-])((?:{STARTS})/[\w./*<>-]*[\w*/>])", text):

@@ -1,6 +1,8 @@
-"""A reward function that misbehaves on request: only ever called in a pool's workers, under a memory limit.
+"""A reward function that misbehaves on request: only ever called in a pool's workers, under a
+memory limit.
 
-An answer ``unruly:<name>`` calls the function of that name; any other is right if it equals the ground truth.
+An answer ``unruly:<name>`` calls the function of that name; any other is right if it equals the
+ground truth.
 """
 
 from __future__ import annotations

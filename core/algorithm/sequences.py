@@ -1,7 +1,9 @@
-"""Sums, means and recursions: over the sequences of a flat batch, and over the entries that a mask keeps.
+"""Sums, means and recursions: over the sequences of a flat batch, and over the entries that a mask
+keeps.
 
-``lengths_B`` counts the tokens of each sequence of [N] tokens, one sequence after another; a sequence may have none.
-What lies outside a mask may be anything, NaN included: it is selected away, never multiplied by zero.
+``lengths_B`` counts the tokens of each sequence of [N] tokens, one sequence after another; a
+sequence may have none. What lies outside a mask may be anything, NaN included: it is selected away,
+never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ def sum_by_sequence(values_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def max_by_sequence(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return [B]: the largest of each sequence's tokens, minus infinity of none. ``values_N`` are floats."""
+    """Return [B]: the largest of each sequence's tokens, minus infinity of none. ``values_N`` are
+    floats."""
     return torch.segment_reduce(values_N, "max", lengths=lengths_B)
 
 
@@ -39,13 +42,17 @@ def spread_over_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def discounted_sums(values_N: Tensor, lengths_B: Tensor, decay: float) -> Tensor:
-    """Return [N]: ``s_t = x_t + decay * s_{t+1}`` from the last token of each sequence to its first.
+    """Return [N]: ``s_t = x_t + decay * s_{t+1}`` from the last token of each sequence to its
+    first.
 
     A loop over positions: in its k-th pass are the tokens that k others of their sequence follow.
     """
-    order_B = lengths_B.argsort(descending=True, stable=True)  # so those that have a k-th last token come first
+    # So those that have a k-th last token come first
+    order_B = lengths_B.argsort(descending=True, stable=True)
     last_B = (lengths_B.cumsum(0) - 1)[order_B]
-    longer_K = (len(lengths_B) - torch.bincount(lengths_B).cumsum(0)).tolist() if len(lengths_B) else []
+    longer_K = (
+        (len(lengths_B) - torch.bincount(lengths_B).cumsum(0)).tolist() if len(lengths_B) else []
+    )
     sums_N, running_B = torch.empty_like(values_N), values_N.new_zeros(len(lengths_B))
     for k, count in enumerate(longer_K):
         if not count:
@@ -67,20 +74,23 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance of the kept entries, [] of [...], with Bessel's correction if ``unbiased``.
+    """Return the variance of the kept entries, [] of [...], with Bessel's correction if
+    ``unbiased``.
 
     Raises ValueError: no entry is kept, or one entry and ``unbiased``.
     """
     count = int(mask.sum())
     if count < 1 + unbiased:
         raise ValueError(
-            f"a variance over {count} tokens does not exist: whitening needs at least two response tokens in the batch"
+            f"a variance over {count} tokens does not exist: whitening needs at least two "
+            f"response tokens in the batch"
         )
     return masked_sum((values - masked_mean(values, mask)).square(), mask) / (count - unbiased)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return ``(values - mean) / sqrt(var + 1e-8)`` of every entry, [...], with the statistics of the kept ones.
+    """Return ``(values - mean) / sqrt(var + 1e-8)`` of every entry, [...], with the statistics of
+    the kept ones.
 
     ``shift_mean=False`` keeps the mean and scales the spread alone.
     """

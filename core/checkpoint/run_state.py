@@ -22,12 +22,16 @@ from reward_scores.score import Score, ScoreStatus
 
 DRIVER = "driver.pt"
 CLASSES = [ScoredGroup, Dropped, Trajectory, Segment, Stop, Score, ScoreStatus]  # of carried groups
-ARRAYS = [bytes, np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0]]  # what numpy pickles
-DTYPES = [type(np.dtype(name)) for name in ("int32", "int64", "uint32", "float32", "float64", "bool")]
+# What numpy pickles
+ARRAYS = [bytes, np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0]]
+DTYPES = [
+    type(np.dtype(name)) for name in ("int32", "int64", "uint32", "float32", "float64", "bool")
+]
 
 
 def save_tensors(path: Path, state: Any) -> None:
-    """Write nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's ``state_dict``.
+    """Write nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's
+    ``state_dict``.
 
     Raises OSError for a full disk, which torch reports as an error of its own zip writer.
     """
@@ -39,7 +43,9 @@ def save_tensors(path: Path, state: Any) -> None:
             torch.save(state, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
-                raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+                raise OSError(
+                    error.__context__.errno, error.__context__.strerror, str(path)
+                ) from error
             raise
 
 
@@ -52,7 +58,8 @@ def load_tensors(path: Path) -> Any:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all global generators, also those that nothing here draws from: a user's reward function may."""
+    """Seed all global generators, also those that nothing here draws from: a user's reward function
+    may."""
     import torch
 
     random.seed(seed)
@@ -61,7 +68,8 @@ def seed_generators(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of the global generators: Python's, numpy's, torch's on the CPU and on every CUDA device."""
+    """Return the states of the global generators: Python's, numpy's, torch's on the CPU and on
+    every CUDA device."""
     import torch
 
     return {
@@ -73,7 +81,8 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`rng_state` returned. To be called last: loading a model draws numbers."""
+    """Put back what :func:`rng_state` returned. To be called last: loading a model draws
+    numbers."""
     import torch
 
     random.setstate(state["python"])
@@ -88,7 +97,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored; ``values`` are the rest.
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored; ``values`` are
+    the rest.
     """
 
     step: int
@@ -99,21 +109,27 @@ class DriverState:
     def save(self, folder: Path) -> None:
         """Write ``driver.pt``, prompts left out: the run draws them again by their ordinals.
 
-        Raises InputError, now and not at the resume, where a user's function left a value that cannot be read back.
+        Raises InputError, now and not at the resume, where a user's function left a value that
+        cannot be read back.
         """
         carried = {
             ordinal: dataclasses.replace(one, prompt=None) if isinstance(one, ScoredGroup) else one
             for ordinal, one in self.carried.items()
         }
-        save_tensors(folder / DRIVER, {**vars(self), "carried": carried, "values": dict(self.values)})
+        save_tensors(
+            folder / DRIVER, {**vars(self), "carried": carried, "values": dict(self.values)}
+        )
         try:
             load_tensors(folder / DRIVER)
         except pickle.UnpicklingError as error:
-            raise InputError(f"{DRIVER}: a score or counter holds what cannot be stored ({error})") from error
+            raise InputError(
+                f"{DRIVER}: a score or counter holds what cannot be stored ({error})"
+            ) from error
 
     @classmethod
     def load(cls, folder: Path, prompt_of: Callable[[int], Prompt] | None = None) -> DriverState:
-        """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal, which the run's seed decides."""
+        """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal, which the run's seed
+        decides."""
         state = cls(**load_tensors(folder / DRIVER))
         for ordinal, one in state.carried.items():
             if isinstance(one, ScoredGroup):

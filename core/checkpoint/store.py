@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill at any moment.
 
-A folder is filled under a temporary name by its owners, every file is hashed and fsynced, a manifest of the hashes is
-added, and one atomic rename makes it ``<root>/global_step_N``. The newest complete one wins. A run folder at a URL is a
-copy of the one here.
+A folder is filled under a temporary name by its owners, every file is hashed and fsynced, a
+manifest of the hashes is added, and one atomic rename makes it ``<root>/global_step_N``. The newest
+complete one wins. A run folder at a URL is a copy of the one here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class DamagedCheckpoint(InputError):
 class Checkpoint:
     """A complete folder whose hashes were verified when this object was made.
 
-    No writer deletes the folder until it is released: a run that only validates reads it beside one that trains.
+    No writer deletes the folder until it is released: a run that only validates reads it beside one
+    that trains.
     """
 
     folder: Path
@@ -75,13 +76,17 @@ class Checkpoint:
     lock: IO[str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def release(self) -> None:
-        """Let writers delete the folder, also where a forked process has inherited the open manifest."""
+        """Let writers delete the folder, also where a forked process has inherited the open
+        manifest."""
         with suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_UN)
 
 
-def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()) -> None:
-    """Put everything in ``folder`` on disk, then a manifest of it; files of ``hashes`` are not read again."""
+def seal(
+    folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()
+) -> None:
+    """Put everything in ``folder`` on disk, then a manifest of it; files of ``hashes`` are not read
+    again."""
     paths = sorted(folder.rglob("*"))
     for path in paths:
         fsync(path)
@@ -90,7 +95,9 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
     manifest = {
         "format": FORMAT,
         "step": step,
-        "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names},
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names
+        },
         "provenance": None if provenance is None else dataclasses.asdict(provenance),
     }
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -111,26 +118,39 @@ def verify(folder: Path) -> Checkpoint:
             raise InputError(f"{folder} {rule}: resume with the code that wrote it")
         step, files, saved = manifest["step"], manifest["files"], manifest["provenance"]
         if (named := NAME.fullmatch(folder.name)) and int(named[1]) != step:
-            raise DamagedCheckpoint(f"{folder}: the manifest is of step {step}: the folder was renamed")
+            raise DamagedCheckpoint(
+                f"{folder}: the manifest is of step {step}: the folder was renamed"
+            )
         for name, recorded in files.items():
-            if (size := inside(folder, name, folder / MANIFEST).stat().st_size) != recorded["bytes"]:
-                raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
+            if (size := inside(folder, name, folder / MANIFEST).stat().st_size) != recorded[
+                "bytes"
+            ]:
+                raise DamagedCheckpoint(
+                    f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}"
+                )
         for name, digest in _hash_all(folder, files).items():
             if digest != files[name]["sha256"]:
-                raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
+                raise DamagedCheckpoint(
+                    f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest"
+                )
         return Checkpoint(folder, step, files, Provenance(**saved) if saved else None, lock)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
-        raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
+        raise DamagedCheckpoint(
+            f"{folder}: {name} is missing or cannot be read ({error.strerror})"
+        ) from error
     except InputError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(
+            f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})"
+        ) from error
 
 
 @contextmanager
 def unread(folder: Path) -> Iterator[bool]:
-    """Yield whether no process reads the checkpoint; none that looks for one begins to meanwhile."""
+    """Yield whether no process reads the checkpoint; none that looks for one begins to
+    meanwhile."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(folder / MANIFEST, "r+b"))
@@ -145,11 +165,14 @@ def unread(folder: Path) -> Iterator[bool]:
 
 def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
     with ThreadPoolExecutor(HASHERS) as pool:
-        return dict(zip(names, pool.map(lambda name: file_sha256(folder / name), names), strict=True))
+        return dict(
+            zip(names, pool.map(lambda name: file_sha256(folder / name), names), strict=True)
+        )
 
 
 class CheckpointStore:
-    """The checkpoints of one run, under ``root``, which need not exist yet. Reading takes no lock and changes nothing.
+    """The checkpoints of one run, under ``root``, which need not exist yet. Reading takes no lock
+    and changes nothing.
 
     ``keep`` is how many of the newest stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
     """
@@ -162,7 +185,8 @@ class CheckpointStore:
         """Return the steps for which a folder exists, complete or not, ascending."""
         if not self.root.is_dir():
             return []
-        with os.scandir(self.root) as entries:  # one look: with a stat a name a busy writer may seem to have none
+        # One look: with a stat a name a busy writer may seem to have none
+        with os.scandir(self.root) as entries:
             names = [entry.name for entry in entries if entry.is_dir()]
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
@@ -172,51 +196,71 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are skipped with a warning. Raises InputError where all are: starting over would throw a run away.
+        Damaged ones are skipped with a warning. Raises InputError where all are: starting over
+        would throw a run away.
         """
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
             try:
                 checkpoint = verify(self.folder(remaining[-1]))
             except DamagedCheckpoint as error:
-                # A writer may have pruned the folder while it was read: then it is gone, and there is a newer one.
+                # A writer may have pruned the folder while it was read: then it is gone, and there
+                # is a newer one.
                 if self.folder(remaining[-1]).exists():
                     damaged[remaining[-1]] = str(error)
                 continue
             for reason in damaged.values():
-                log.warning("damaged checkpoint skipped: %s; using step %d instead", reason, checkpoint.step)
+                log.warning(
+                    "damaged checkpoint skipped: %s; using step %d instead", reason, checkpoint.step
+                )
             return checkpoint
         if damaged:
             fix = "restore one from a copy, or choose another trainer.experiment_name to start over"
-            raise InputError([*damaged.values(), f"every checkpoint in {self.root} is damaged; {fix}"])
+            raise InputError(
+                [*damaged.values(), f"every checkpoint in {self.root} is damaged; {fix}"]
+            )
         return None
 
     def claim(self) -> None:
-        """Make this process the root's only writer and clear away what killed writers left. Idempotent.
+        """Make this process the root's only writer and clear away what killed writers left.
+        Idempotent.
 
-        The lock goes with the process, however it ends. Raises InputError where it is taken, or nothing can be written.
+        The lock goes with the process, however it ends. Raises InputError where it is taken, or
+        nothing can be written.
         """
         if self._lock is not None:
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            # A POSIX record lock: a forked worker that outlives a killed driver does not inherit it.
+            # A POSIX record lock: a forked worker that outlives a killed driver does not inherit
+            # it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             what = f"checkpoints cannot be written there ({error.strerror})"
-            what = "another process is writing checkpoints there" if isinstance(error, BlockingIOError) else what
-            raise InputError(f"{KEY}={self.root}: {what}; wait for it to end, or set another folder") from error
+            what = (
+                "another process is writing checkpoints there"
+                if isinstance(error, BlockingIOError)
+                else what
+            )
+            raise InputError(
+                f"{KEY}={self.root}: {what}; wait for it to end, or set another folder"
+            ) from error
         self._lock = lock
         self._clear()
 
     @contextmanager
     def writing(
-        self, step: int, provenance: Provenance | None = None, hashes: Mapping[str, str] = FrozenDict()
+        self,
+        step: int,
+        provenance: Provenance | None = None,
+        hashes: Mapping[str, str] = FrozenDict(),
     ) -> Iterator[Path]:
-        """Yield a temporary folder to fill, which becomes ``global_step_<step>``, or is removed where anything fails.
+        """Yield a temporary folder to fill, which becomes ``global_step_<step>``, or is removed
+        where anything fails.
 
-        ``hashes`` are file -> SHA-256, as far as writers have computed it. Raises WriteFailed for a full disk.
+        ``hashes`` are file -> SHA-256, as far as writers have computed it. Raises WriteFailed for a
+        full disk.
         """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
@@ -230,12 +274,15 @@ class CheckpointStore:
             if not isinstance(error, OSError):
                 raise
             raise WriteFailed(
-                f"{self.root}: the checkpoint of step {step} could not be written ({error}; {free_space(self.root)}); "
-                f"written are those of steps {self.steps()}. Make room, or set another {KEY}, and resume"
+                f"{self.root}: the checkpoint of step {step} could not be written ({error}; "
+                f"{free_space(self.root)}); "
+                f"written are those of steps {self.steps()}. Make room, or set another {KEY}, and "
+                f"resume"
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
-        """Give a filled folder its name; a folder that has it already is kept under another, for people to look at."""
+        """Give a filled folder its name; a folder that has it already is kept under another, for
+        people to look at."""
         if self.folder(step).exists():
             os.rename(self.folder(step), self.root / f"damaged-global_step_{step}-{time.time_ns()}")
         os.rename(folder, self.folder(step))
@@ -254,7 +301,8 @@ class CheckpointStore:
         older = [step for step in self.steps() if step != sound]
         for step in [] if self.keep is None else older[: max(0, len(older) + 1 - self.keep)]:
             with unread(self.folder(step)) as free:
-                if free:  # renamed first, so that no half-deleted folder has the name of a complete one
+                # Renamed first, so that no half-deleted folder has the name of a complete one
+                if free:
                     os.rename(self.folder(step), self.root / f".tmp-global_step_{step}-deleted")
         self._clear()
 
@@ -264,8 +312,10 @@ class CheckpointStore:
 
 
 def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
-    """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint. Raises InputError."""
-    if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):  # all of a run would be copied
+    """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint. Raises
+    InputError."""
+    # All of a run would be copied
+    if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
     folder = Path(os.path.expanduser(local_path(path, key)))
     if not (folder / "actor").is_dir():
@@ -274,10 +324,11 @@ def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to go on from by ``trainer.resume_mode``, or None to start from the base model.
+    """Return the checkpoint to go on from by ``trainer.resume_mode``, or None to start from the
+    base model.
 
-    Claims the store unless ``val_only``. Raises InputError, also where the folder has newer ones than the start: the
-    next start would take one of theirs for its own.
+    Claims the store unless ``val_only``. Raises InputError, also where the folder has newer ones
+    than the start: the next start would take one of theirs for its own.
     """
     if not trainer.val_only:
         store.claim()
@@ -290,15 +341,18 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
     newer = [step for step in store.steps() if step > start or chosen is None]
     if newer and not trainer.val_only:
         raise InputError(
-            f"trainer.resume_mode={trainer.resume_mode} starts at step {start}, but {store.root} already holds "
-            f"global_step_{newer[-1]}; choose another trainer.experiment_name, move the newer checkpoints away, or "
+            f"trainer.resume_mode={trainer.resume_mode} starts at step {start}, but {store.root} "
+            f"already holds "
+            f"global_step_{newer[-1]}; choose another trainer.experiment_name, move the newer "
+            f"checkpoints away, or "
             "continue that run with trainer.resume_mode=auto"
         )
     return chosen
 
 
 class RemoteCopy:
-    """The copy at ``url`` of the run folder of ``store``: a checkpoint there is complete once it has its manifest."""
+    """The copy at ``url`` of the run folder of ``store``: a checkpoint there is complete once it
+    has its manifest."""
 
     def __init__(self, url: str, store: CheckpointStore):
         self.url, self.store = url.rstrip("/"), store
@@ -306,7 +360,8 @@ class RemoteCopy:
         self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> its state when it was sent
 
     def files(self) -> list[str]:
-        """Return the names of all files there, relative to the URL. Raises InputError where it cannot be read."""
+        """Return the names of all files there, relative to the URL. Raises InputError where it
+        cannot be read."""
         fs, path = place(self.url, KEY)
         with explained(self.url, KEY):
             fs.invalidate_cache()
@@ -314,17 +369,24 @@ class RemoteCopy:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints there, ascending."""
-        folders = [name.removesuffix(f"/{MANIFEST}") for name in self.files() if name.endswith(f"/{MANIFEST}")]
+        folders = [
+            name.removesuffix(f"/{MANIFEST}")
+            for name in self.files()
+            if name.endswith(f"/{MANIFEST}")
+        ]
         return sorted(int(match[1]) for match in map(NAME.fullmatch, folders) if match)
 
     def open(self, *, writes: bool) -> None:
-        """Check that the place can be written, and fetch what is newer there than here. Raises InputError."""
+        """Check that the place can be written, and fetch what is newer there than here. Raises
+        InputError."""
         if writes:
             check_writable(self.url, KEY)
         there, own = self.steps(), max(self.store.steps(), default=-1)
         self.newest = max(there, default=-1)
         if self.newest > own or not (self.store.root / MANIFEST).exists():
-            self._fetch([name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root)
+            self._fetch(
+                [name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root
+            )
         if self.newest > own:
             final = self.store.folder(self.newest)
             log.info("fetching %s/%s to %s", self.url, final.name, final)
@@ -335,34 +397,50 @@ class RemoteCopy:
     def _fetch(self, names: Collection[str], folder: Path, within: str = "") -> None:
         fs, path = place(self.url, KEY)
         for name in names:
-            download(fs, f"{path}/{name}", inside(folder, name.removeprefix(within), self.url), KEY, self.url)
+            download(
+                fs,
+                f"{path}/{name}",
+                inside(folder, name.removeprefix(within), self.url),
+                KEY,
+                self.url,
+            )
 
     def send(self, step: int) -> None:
-        """Send files and checkpoint of ``step``, delete what is beyond ``keep``. Raises WriteFailed, InputError where
-        another run writes there: it finds a checkpoint that it did not send."""
+        """Send files and checkpoint of ``step``, delete what is beyond ``keep``. Raises
+        WriteFailed, InputError where another run writes there: it finds a checkpoint that it did
+        not send."""
         there, folder = self.steps(), self.store.folder(step)
         if there and there[-1] > max(self.newest, step):
-            rule = f"global_step_{there[-1]} there is of another run that goes on; give this one another URL"
+            rule = (
+                f"global_step_{there[-1]} there is of another run that goes on; give this one "
+                f"another URL"
+            )
             raise InputError(f"{KEY}={self.url}: {rule}. Its step {step} is complete in {folder}")
         self.send_files()
         fs, path = place(self.url, KEY)
         with explained(self.url, KEY, writing=True):
             if step in there:  # written anew: not complete until the new manifest is there
                 fs.rm_file(f"{path}/{folder.name}/{MANIFEST}")
-            for file in sorted(each for each in folder.rglob("*") if each.is_file() and each != folder / MANIFEST):
+            for file in sorted(
+                each for each in folder.rglob("*") if each.is_file() and each != folder / MANIFEST
+            ):
                 self.put(f"{folder.name}/{file.relative_to(folder)}", file)
             self.put(f"{folder.name}/{MANIFEST}", folder / MANIFEST)
-            self.put(TRACKER, f"{step}\n".encode())  # scripts read it: only a complete step is named
+            # Scripts read it: only a complete step is named
+            self.put(TRACKER, f"{step}\n".encode())
             self.newest = step
             for old in sorted({*there, step})[: -self.store.keep] if self.store.keep else ():
                 fs.rm_file(f"{path}/global_step_{old}/{MANIFEST}")
                 fs.rm(f"{path}/global_step_{old}", recursive=True)
 
     def send_files(self) -> None:
-        """Send what changed of the run's files: metrics, configuration, validations. Raises WriteFailed."""
+        """Send what changed of the run's files: metrics, configuration, validations. Raises
+        WriteFailed."""
         for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
             name = str(file.relative_to(self.store.root))
-            if name.startswith(CHECKPOINTS) or any(part.endswith(NOT_SENT) for part in name.split("/")):
+            if name.startswith(CHECKPOINTS) or any(
+                part.endswith(NOT_SENT) for part in name.split("/")
+            ):
                 continue
             state = file.stat().st_size, file.stat().st_mtime_ns
             if self._sent.get(name) != state:

@@ -1,6 +1,7 @@
 """Models sharded over ranks by PyTorch's FSDP2: how they are split, filled and gathered again.
 
-Gradients are summed over the ranks, not averaged: the loss weights of an optimizer step sum to one over all of them.
+Gradients are summed over the ranks, not averaged: the loss weights of an optimizer step sum to one
+over all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 class ProcessRanks(Ranks):
-    """The ranks of the default process group, ``together`` of which (neighbours) have the same sequences."""
+    """The ranks of the default process group, ``together`` of which (neighbours) have the same
+    sequences."""
 
     def __init__(self, together: int = 1) -> None:
         self.is_rank_zero = dist.get_rank() == 0
@@ -50,7 +52,9 @@ class ProcessRanks(Ranks):
         dist.all_gather_object(values, value)
         return values[:: self.together]
 
-    def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def with_gathered_params(
+        self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         return module.forward_of(function, *args, **kwargs)
 
     def reshard(self, module: nn.Module) -> None:
@@ -58,11 +62,12 @@ class ProcessRanks(Ranks):
 
 
 def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
-    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks (``fsdp_size``).
+    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks
+    (``fsdp_size``).
 
     A size below 1, or of more ranks than there are, stands for all of them.
-    Of a copy ``tensor`` neighbours share each layer (``layer_size``) and ``shard`` such groups the rest. Axes of one
-    rank are left out, but for ``shard``.
+    Of a copy ``tensor`` neighbours share each layer (``layer_size``) and ``shard`` such groups the
+    rest. Axes of one rank are left out, but for ``shard``.
     """
     world = dist.get_world_size()
     size = copy_size if 0 < copy_size < world else world
@@ -71,11 +76,14 @@ def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> Devi
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_size: int = 1) -> nn.Module:
+def shard(
+    module: nn.Module, config: FSDPConfig, device: torch.device, layer_size: int = 1
+) -> nn.Module:
     """Split layers over ``layer_size`` ranks, shard every transformer block, then the rest.
 
-    Parameters keep their dtype as masters. With ``offload_policy`` parameters, gradients and optimizer live on the CPU
-    together. Gradients are summed over the ranks that read other sequences, and complete on each of ``layer_size``.
+    Parameters keep their dtype as masters. With ``offload_policy`` parameters, gradients and
+    optimizer live on the CPU together. Gradients are summed over the ranks that read other
+    sequences, and complete on each of ``layer_size``.
     """
     dtype = compute_dtype(config.dtype)
     mesh = make_mesh(device, config.fsdp_size, layer_size)
@@ -93,18 +101,22 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_siz
     blocks = [part for part in module.modules() if type(part).__name__ in names]
     for block in blocks:
         fully_shard(block, reshard_after_forward=True, **options)
-    # The root too is resharded: a pass without gradients must not leave weights behind that the next step outdates.
+    # The root too is resharded: a pass without gradients must not leave weights behind that the
+    # next step outdates.
     fully_shard(module, reshard_after_forward=True, **options)
     for part in [*blocks, module]:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    module.forward_of = MethodType(lambda self, function, *args, **kwargs: function(self, *args, **kwargs), module)
+    module.forward_of = MethodType(
+        lambda self, function, *args, **kwargs: function(self, *args, **kwargs), module
+    )
     register_fsdp_forward_method(module, "forward_of")
     return module
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the moments of an optimizer. Its step counts stay where its implementation keeps them."""
+    """Move the moments of an optimizer. Its step counts stay where its implementation keeps
+    them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, DTensor):
@@ -120,9 +132,14 @@ def reshard(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(
-    module: nn.Module, source: nn.Module | Mapping[str, Tensor] | None, device: torch.device, *, everything: bool = True
+    module: nn.Module,
+    source: nn.Module | Mapping[str, Tensor] | None,
+    device: torch.device,
+    *,
+    everything: bool = True,
 ) -> None:
-    """Copy the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time.
+    """Copy the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor
+    at a time.
 
     ``everything`` includes buffers and frozen weights, which a checkpoint leaves unchanged.
     """
@@ -130,7 +147,11 @@ def fill(
     values = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
 
     def broadcast(like: Tensor, value: Tensor | None) -> Tensor:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.to(device)
+        whole = (
+            torch.empty(like.shape, dtype=like.dtype, device=device)
+            if value is None
+            else value.to(device)
+        )
         dist.broadcast(whole, 0)
         return whole
 
@@ -138,19 +159,28 @@ def fill(
         if not (everything or parameter.requires_grad):
             continue
         whole = broadcast(parameter, values[name].detach() if lead else None)
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        mine = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
         parameter.to_local().copy_(mine.to_local())
     for name, buffer in list(module.named_buffers()) if everything else ():
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, broadcast(buffer, source.get_buffer(name) if lead else None))
+        setattr(
+            module.get_submodule(owner),
+            leaf,
+            broadcast(buffer, source.get_buffer(name) if lead else None),
+        )
 
 
 def own_part(parameter: nn.Parameter, whole: Tensor, *, device: torch.device) -> Tensor:
-    """Return this rank's part, on a device, of a tensor of a sharded parameter's shape; any other (a count) whole."""
+    """Return this rank's part, on a device, of a tensor of a sharded parameter's shape; any other
+    (a count) whole."""
     if whole.shape != parameter.shape:
         return whole.to(device)
     mesh, placements = parameter.device_mesh, parameter.placements
-    own = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+    own = distribute_tensor(
+        whole.to(mesh.device_type), mesh, placements, src_data_rank=None
+    ).to_local()
     shape = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(own.to(device), mesh, placements, run_check=False, **shape)
 
@@ -163,7 +193,8 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     """
     lead, state, seen = dist.get_rank() == 0, {}, {}
     for name, value in weights:
-        key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
+        # What was merged is gone before the next comes
+        key = id(value) if isinstance(value, nn.Parameter) else name
         if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             seen[key] = whole.detach().to("cpu", copy=True) if lead else None
@@ -174,8 +205,8 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
 def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a weight whole, in a number format and on a device; all ranks that share it must call.
 
-    The shards are converted first, so that what travels has the size of ``dtype``, and what FSDP2 offloaded travels
-    between the GPUs.
+    The shards are converted first, so that what travels has the size of ``dtype``, and what FSDP2
+    offloaded travels between the GPUs.
     """
     if not isinstance(value, DTensor):
         return value.detach().to(device, dtype)

@@ -1,6 +1,7 @@
 """This rank's part of the models that several processes share.
 
-The passes and updates are those of ``core.learner.learner``; how a model is sharded, of ``core.cluster.fsdp``.
+The passes and updates are those of ``core.learner.learner``; how a model is sharded, of
+``core.cluster.fsdp``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
+from core.cluster.fsdp import (
+    ProcessRanks,
+    fill,
+    gather,
+    gathered,
+    move_state,
+    own_part,
+    reshard,
+    shard,
+)
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner import saving
 from core.learner.learner import Models
@@ -33,8 +43,8 @@ if TYPE_CHECKING:
 class LearnerRank(Models):
     """This rank's part of the models, for the phases of a step on the rank's share of a batch.
 
-    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. The process group exists
-    before, and all ranks call the same methods in the same order.
+    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. The
+    process group exists before, and all ranks call the same methods in the same order.
     """
 
     def __init__(self, config: Config, device: torch.device, **learner: Any):
@@ -57,18 +67,27 @@ class LearnerRank(Models):
         return module
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        """Return how neighbours share a model's passes: those that share a layer next to each other."""
+        """Return how neighbours share a model's passes: those that share a layer next to each
+        other."""
         mesh, tokens = None, sharing.ulysses_sequence_parallel_size
         if tokens > 1:
-            shape = dist.get_world_size() // sharing.together, tokens, sharing.tensor_model_parallel_size
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
+            shape = (
+                dist.get_world_size() // sharing.together,
+                tokens,
+                sharing.tensor_model_parallel_size,
+            )
+            mesh = init_device_mesh(
+                self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor")
+            )["sequence"]
         return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 
     @contextmanager
     def at_work(self, name: str, *, updates: bool = False) -> Iterator[None]:
-        """Have a model on the device for the time of a phase, with the optimizer's state where the phase ``updates``.
+        """Have a model on the device for the time of a phase, with the optimizer's state where the
+        phase ``updates``.
 
-        Both are brought there, and back, where ``param_offload`` and ``optimizer_offload`` keep them in host memory.
+        Both are brought there, and back, where ``param_offload`` and ``optimizer_offload`` keep
+        them in host memory.
         """
         part, config = self.parts[name], self.fsdp[name]
         if config.param_offload:
@@ -93,19 +112,26 @@ class LearnerRank(Models):
             return ids, probe_log_probs(self.actor)
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
-        """Return the policy's weights without their values, as an engine of this number format gets them."""
+        """Return the policy's weights without their values, as an engine of this number format gets
+        them."""
         found: dict[int | str, Weight] = {}
         for name, value in merged_weights(self.skeletons["actor"]):
             # What was merged is gone before the next comes, and its id may come again.
             key = id(value) if isinstance(value, nn.Parameter) else name
             names = (*found[key].names, name) if key in found else (name,)
-            found[key] = Weight(names, tuple(value.shape), dtype if value.is_floating_point() else value.dtype)
+            found[key] = Weight(
+                names, tuple(value.shape), dtype if value.is_floating_point() else value.dtype
+            )
         return [*found.values()]
 
-    def buckets(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Iterator[Bucket]:
+    def buckets(
+        self, weights: Sequence[Weight], limit: int, staging: Staging | None
+    ) -> Iterator[Bucket]:
         """Gather the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
         dtypes = {weight.names[0]: weight.dtype for weight in weights}
-        named = ((name, value) for name, value in merged_weights(self.actor.module) if name in dtypes)
+        named = (
+            (name, value) for name, value in merged_weights(self.actor.module) if name in dtypes
+        )
         wholes = (gathered(value, dtypes[name], self.device) for name, value in named)
         return pack(weights, wholes, limit, staging)
 
@@ -113,7 +139,8 @@ class LearnerRank(Models):
     def save(self, folder: str) -> dict[str, str]:
         """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts.
 
-        All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote and put on disk.
+        All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote
+        and put on disk.
         """
         rank, ranks, written = dist.get_rank(), dist.get_world_size(), {}
         for name, part in self.trained.items():
@@ -126,7 +153,9 @@ class LearnerRank(Models):
                     if number % ranks == rank:
                         own[stored] = whole.cpu()
             path = f"{name}/{saving.OPTIMIZER}"
-            hashes = saving.save_files({f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, Path(folder, path))
+            hashes = saving.save_files(
+                {f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, Path(folder, path)
+            )
             written |= {f"{path}/{file}": sha256 for file, sha256 in hashes.items()}
         return written
 
@@ -136,7 +165,9 @@ class LearnerRank(Models):
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
         files = None if has_adapters(module) else saving.weight_files(skeleton)
         if files is None:  # weights that are few, or that transformers converts on saving
-            whole = gather(trained_weights(module).items() if has_adapters(module) else merged_weights(module))
+            whole = gather(
+                trained_weights(module).items() if has_adapters(module) else merged_weights(module)
+            )
             if self.lead:
                 saving.save_model(skeleton, tokenizer, folder, whole)
             dist.barrier()

@@ -1,7 +1,8 @@
-"""What a node reports before a process of a run starts there, and the stacks of processes that hang on it.
+"""What a node reports before a process of a run starts there, and the stacks of processes that hang
+on it.
 
-Nothing here imports more than Python itself: :mod:`core.cluster.ray_nodes` sends these functions by value, so that
-they work on a node that has other code than the driver, or none.
+Nothing here imports more than Python itself: :mod:`core.cluster.ray_nodes` sends these functions by
+value, so that they work on a node that has other code than the driver, or none.
 """
 
 import hashlib
@@ -22,9 +23,11 @@ WHOLE = 2**24  # bytes up to which a file's content counts, and beyond which its
 
 
 def report(packages, paths, folder_variable):
-    """Return the node's name, its versions, and file -> digest of the packages' code and of the named paths.
+    """Return the node's name, its versions, and file -> digest of the packages' code and of the
+    named paths.
 
-    ``paths`` are files of code and folders of models; relative ones start in the folder of the environment variable.
+    ``paths`` are files of code and folders of models; relative ones start in the folder of the
+    environment variable.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -59,7 +62,8 @@ def report(packages, paths, folder_variable):
 
 
 def digest(file):
-    """Return a text that is another one where the file's content is, or for a large file its size."""
+    """Return a text that is another one where the file's content is, or for a large file its
+    size."""
     size = os.path.getsize(file)
     if size > WHOLE:
         return f"{size} bytes"
@@ -74,7 +78,8 @@ def stacks(pids, seconds):
         return dict.fromkeys(pids, "py-spy is not installed on this node (pip install py-spy)")
     texts = {}
     for pid in pids:
-        command = [tool, "dump", "--nonblocking", "--pid", str(pid)]  # a stopped process cannot be paused
+        # A stopped process cannot be paused
+        command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             texts[pid] = main_stack(done.stdout) if done.stdout else done.stderr.strip()[-200:]
@@ -89,8 +94,13 @@ def py_spy():
 
 
 def main_stack(dump):
-    """Return the thread of py-spy's output that works: in this repository's code, and not to show that it lives."""
-    threads = [part for part in re.split(r"\n\n|\n(?=Thread )", dump) if part.lstrip().startswith("Thread ")]
+    """Return the thread of py-spy's output that works: in this repository's code, and not to show
+    that it lives."""
+    threads = [
+        part
+        for part in re.split(r"\n\n|\n(?=Thread )", dump)
+        if part.lstrip().startswith("Thread ")
+    ]
     at_work = [part for part in threads if " (core/" in part or "/core/" in part]
     at_work = [part for part in at_work if "liveness (" not in part] or threads or [dump]
     return "\n".join(at_work[0].splitlines()[:12])

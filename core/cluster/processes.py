@@ -1,7 +1,7 @@
 """The processes of a cluster: a learner rank, an engine, a reward model.
 
-:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray. ``liveness`` runs on a
-thread of its own.
+:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray.
+``liveness`` runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from core.cluster.learner_rank import LearnerRank
     from core.config.schema import Config
 
-FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative paths of the configuration start
+# The driver's working directory, where relative paths of the configuration start
+FOLDER = "RLREPRO_FOLDER"
 
 
 class Facts(NamedTuple):
-    """What a process reports of itself: torch's threads, GPUs, whether its machine has a file, and where it is."""
+    """What a process reports of itself: torch's threads, GPUs, whether its machine has a file, and
+    where it is."""
 
     threads: int
     gpus: list[int | str]
@@ -43,8 +45,8 @@ class Facts(NamedTuple):
 class Process:
     """What all of them share: threads, and a sign of its end.
 
-    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores`` (None: its node's).
-    ``gpus`` are those that it may use where Ray assigned them to others.
+    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores`` (None:
+    its node's). ``gpus`` are those that it may use where Ray assigned them to others.
     """
 
     def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
@@ -77,7 +79,8 @@ class LearnerProcess(Process):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
         self.store: torch.distributed.TCPStore | None = None  # at which the ranks meet
-        self.staging: Staging | None = None  # the memory of a bucket in a weight sync, which these fill in turn
+        # The memory of a bucket in a weight sync, which these fill in turn
+        self.staging: Staging | None = None
         self.buckets: Iterator[Bucket] = iter(())
 
     def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
@@ -86,7 +89,14 @@ class LearnerProcess(Process):
         self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return address, self.store.port
 
-    def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
+    def join(
+        self,
+        rank: int,
+        address: tuple[str, int],
+        config: Config,
+        device: torch.device,
+        **learner: Any,
+    ) -> None:
         """Join the other ranks in a process group and make this rank's learner."""
         from core.cluster.learner_rank import LearnerRank
 
@@ -104,7 +114,9 @@ class LearnerProcess(Process):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.learner, method)(*args)
 
-    def run_pass(self, method: str, batch: TrainBatch, replies: bool, *arguments: str) -> list[np.ndarray] | None:
+    def run_pass(
+        self, method: str, batch: TrainBatch, replies: bool, *arguments: str
+    ) -> list[np.ndarray] | None:
         """Return what a pass computes at the policy's tokens of the batch, [M] each.
 
         One rank of those that split the tokens ``replies``: all of them have the same result.
@@ -113,10 +125,14 @@ class LearnerProcess(Process):
         results = results if isinstance(results, tuple) else (results,)
         return [value_N[mask].numpy() for value_N in results] if replies else None
 
-    def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight] | None:
-        """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns what they are.
+    def begin_sync(
+        self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool
+    ) -> list[Weight] | None:
+        """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns
+        what they are.
 
-        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for too small a limit.
+        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for
+        too small a limit.
         """
         weights = self.learner.weights(dtype)
         size = staged_size(weights, limit)
@@ -126,7 +142,8 @@ class LearnerProcess(Process):
         return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
-        """Gather the next bucket, and return where it is; None after the last, when its memory is free again."""
+        """Gather the next bucket, and return where it is; None after the last, when its memory is
+        free again."""
         bucket = next(self.buckets, None)
         if bucket is None:
             self.staging = None
@@ -143,7 +160,8 @@ class LearnerProcess(Process):
 
 
 class EngineProcess(Process):
-    """A process for one rollout engine. Its coroutines make the actor asynchronous: samples are awaited together."""
+    """A process for one rollout engine. Its coroutines make the actor asynchronous: samples are
+    awaited together."""
 
     def __init__(self, config: Config, device: torch.device, *process: Any):
         super().__init__(*process)
@@ -157,7 +175,8 @@ class EngineProcess(Process):
 
         It is a call of its own, so that its error arrives unchanged.
         """
-        torch.set_num_threads(self.threads)  # coroutines run on another thread, and OpenMP counts by thread
+        # Coroutines run on another thread, and OpenMP counts by thread
+        torch.set_num_threads(self.threads)
         model = self.config.actor_rollout_ref.model
         load = None if reads_weights else lambda: load_policy(model).to(self.device)
         self.engine = make_engine(self.config, load, load_tokenizer(model), self.device)

@@ -1,4 +1,5 @@
-"""Engine actors behind the engine contract, and the reward model's actor as a function of answers."""
+"""Engine actors behind the engine contract, and the reward model's actor as a function of
+answers."""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ class _Awaited:
 class RayEngine:
     """The engine contract over engine actors.
 
-    Requests of one turn of the event loop travel together, so that an engine receives them at once: prompts are then
-    prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine, and so do the turns
-    of an episode: the engine's prefix cache holds the earlier ones.
+    Requests of one turn of the event loop travel together, so that an engine receives them at once:
+    prompts are then prefilled once, and a replay meets the same batches. The samples of a prompt go
+    to one engine, and so do the turns of an episode: the engine's prefix cache holds the earlier
+    ones.
     """
 
     def __init__(self, watch: Watch, engines: Sequence[str]):
@@ -49,7 +51,8 @@ class RayEngine:
         self.policy_version = 0
         self._keys = count()
         self._awaited: dict[int, _Awaited] = {}
-        self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
+        # Episode -> the engine that wrote its latest turn with these weights
+        self._homes: dict[int, str] = {}
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
         self._sends_on: asyncio.AbstractEventLoop | None = None  # the loop that is about to send
@@ -76,22 +79,26 @@ class RayEngine:
             self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
 
     def _forget_closed_loops(self) -> None:
-        """Abort what is awaited on an event loop that was closed: its futures cannot be settled any more."""
+        """Abort what is awaited on an event loop that was closed: its futures cannot be settled any
+        more."""
         for key, entry in list(self._awaited.items()):
             if entry.future.get_loop().is_closed():
                 self._abort(key, self._awaited.pop(key))
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
     def _send(self) -> None:
-        """Send new requests: beside the same prompt, else to the episode's engine, else where least is in flight."""
+        """Send new requests: beside the same prompt, else to the episode's engine, else where least
+        is in flight."""
         self._forget_closed_loops()
         self._sends_on, self._progress = None, time.monotonic()
         place: dict[tuple[Any, ...], str] = {}
         load: Counter[str] = Counter()
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
-        for key, entry in self._awaited.items():  # those that were sent are the older ones, and come first
+        # Those that were sent are the older ones, and come first
+        for key, entry in self._awaited.items():
             request = entry.request
-            prompt = request.prompt_ids, request.media  # equal ids with other media are another prompt
+            # Equal ids with other media are another prompt
+            prompt = request.prompt_ids, request.media
             if entry.engine is None:
                 home = self._homes.get(request.episode) or min(self.engines, key=load.__getitem__)
                 entry.engine = place.get(prompt, home)
@@ -113,9 +120,12 @@ class RayEngine:
         return task
 
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
-        """Pass the actor's outcomes, and whatever fails on the way, on to the futures that await them."""
+        """Pass the actor's outcomes, and whatever fails on the way, on to the futures that await
+        them."""
         try:
-            stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
+            stream = (
+                self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
+            )
             async for part in stream:
                 self._progress = time.monotonic()
                 outcomes = await part
@@ -137,7 +147,11 @@ class RayEngine:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
             busy = sorted({entry.engine for entry in self._awaited.values() if entry.engine})
-            if error is None and busy and time.monotonic() - self._progress > self.watch.limit("generate"):
+            if (
+                error is None
+                and busy
+                and time.monotonic() - self._progress > self.watch.limit("generate")
+            ):
                 error = self.watch.timeout("generate", busy)
         for key in list(self._awaited):
             self._settle(key, error)
@@ -159,18 +173,22 @@ class RayEngine:
         self._call("update_weights", "begin_update", weights)
 
     def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef]) -> None:
-        """Give every engine a bucket; wait for the calls ``others`` too, which the engines may need."""
+        """Give every engine a bucket; wait for the calls ``others`` too, which the engines may
+        need."""
         calls = {name: self.watch.actors[name].call.remote("load", bucket) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
 
     def end_update(self, version: int) -> list[Proof]:
-        """Return the first engine's proof for each device. Raises WeightSyncError where another engine's is another."""
+        """Return the first engine's proof for each device. Raises WeightSyncError where another
+        engine's is another."""
         first, *others = self._call("update_weights", "end_update", version)
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
         for name, proofs in zip(self.engines[1:], others, strict=True):
             if proofs != first:
-                raise WeightSyncError(f"after the weight sync {name} and {self.engines[0]} have different weights")
+                raise WeightSyncError(
+                    f"after the weight sync {name} and {self.engines[0]} have different weights"
+                )
         return first
 
     def _call(self, phase: str, method: str, *arguments: Any) -> list[Any]:
@@ -187,8 +205,11 @@ class RayEngine:
     def _refuse_in_flight(self, what: str) -> None:
         self._forget_closed_loops()
         if self._awaited:
-            raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
-        aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
+            raise RuntimeError(
+                f"{what} with {len(self._awaited)} requests in flight: await or cancel them"
+            )
+        # Calls of an actor with coroutines may overtake one another
+        aborts, self._aborts = self._aborts, []
         if aborts:
             ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.limit("generate"))
 

@@ -1,4 +1,5 @@
-"""The nodes of a cluster: whether a head answers, and whether all nodes hold the driver's code and models."""
+"""The nodes of a cluster: whether a head answers, and whether all nodes hold the driver's code and
+models."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 INIT = "ray_kwargs.ray_init"
 ARGUMENTS = inspect.signature(ray.init).parameters
 HEALTH_S = 60  # for Ray's health check, most of it to load Ray on a busy machine
-# Ray waits for a head for many minutes; the process of the health check gives up after these seconds
+# Ray waits for a head for many minutes; the process of the health check gives up after these
+# seconds
 IMPATIENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_gcs_rpc_server_connect_timeout_s": "3",
@@ -42,24 +44,36 @@ REPORT_S = 120  # for a process to start on each node and read its files
 
 def of_ray() -> tuple[list[int | str], str, str]:
     """Return this process's GPUs and its node's id and address, as Ray knows them."""
-    return ray.get_gpu_ids(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return (
+        ray.get_gpu_ids(),
+        ray.get_runtime_context().get_node_id(),
+        ray.util.get_node_ip_address(),
+    )
 
 
 # -- before a connection --------------------------------------------------------------------------
 
 
 def start_problems(config: Config) -> list[str]:
-    """Return why no cluster can be had: unknown arguments of ray.init, or an address where no head answers."""
+    """Return why no cluster can be had: unknown arguments of ray.init, or an address where no head
+    answers."""
     lines = []
     for name, value in config.ray_kwargs.ray_init.items():
         if name not in ARGUMENTS and not name.startswith("_"):
             near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-            fix = f"the nearest is {near[0]}" if near else f"ray {ray.__version__} lists them in help(ray.init)"
+            fix = (
+                f"the nearest is {near[0]}"
+                if near
+                else (f"ray {ray.__version__} lists them in help(ray.init)")
+            )
             lines.append(str(Problem(f"{INIT}.{name}", value, "is no argument of ray.init", fix)))
     address = paths.cluster_address(config)
     if address is not None and not lines and (reason := unhealthy(address)):
         key = f"{INIT}.address" if config.ray_kwargs.ray_init.get("address") else "RAY_ADDRESS"
-        fix = "give the address and port of `ray start --head` (6379), or see there whether it still runs"
+        fix = (
+            "give the address and port of `ray start --head` (6379), or see there whether it "
+            "still runs"
+        )
         lines.append(str(Problem(key, address, f"no Ray head answers there ({reason})", fix)))
     return lines
 
@@ -96,7 +110,8 @@ def free_nodes(gpus: bool) -> str:
     gone = {node["NodeManagerAddress"] for node in nodes} - addresses
     available = ray._private.state.available_resources_per_node()  # which has no public counterpart
     free = [
-        f"{node['NodeManagerAddress']} {available.get(name, {}).get(unit, 0):g} of {node['Resources'].get(unit, 0):g}"
+        f"{node['NodeManagerAddress']} {available.get(name, {}).get(unit, 0):g} of "
+        f"{node['Resources'].get(unit, 0):g}"
         for name, node in alive.items()
     ]
     parts = [f"nodes that have gone: {listed(sorted(gone))}"] if gone else []
@@ -107,8 +122,11 @@ def free_nodes(gpus: bool) -> str:
 
 
 def named_files(config: Config) -> dict[str, str]:
-    """Return path -> key of the models and files of code that a rank or an engine reads on its own node."""
-    named = {path: key for key, path in paths.models(config).items() if path and paths.is_local(path)}
+    """Return path -> key of the models and files of code that a rank or an engine reads on its own
+    node."""
+    named = {
+        path: key for key, path in paths.models(config).items() if path and paths.is_local(path)
+    }
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if ".py:" in loss:
         named[loss.rpartition(":")[0]] = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -116,7 +134,8 @@ def named_files(config: Config) -> dict[str, str]:
 
 
 def own_packages(config: Config) -> tuple[str, ...]:
-    """Return the packages whose code runs in ranks and engines: this repository's, and that of a user's own loss."""
+    """Return the packages whose code runs in ranks and engines: this repository's, and that of a
+    user's own loss."""
     where, colon, _ = config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")
     own = [where.partition(".")[0]] if colon and not where.endswith(".py") else []
     return (*node_report.CODE, *own)
@@ -124,12 +143,14 @@ def own_packages(config: Config) -> tuple[str, ...]:
 
 @functools.cache
 def driver_report(packages: tuple[str, ...], named: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return the report of this process as it was at the first start: a restart must not mix two versions."""
+    """Return the report of this process as it was at the first start: a restart must not mix two
+    versions."""
     return node_report.report(packages, named, FOLDER)
 
 
 def check_nodes(config: Config, nodes: Collection[str]) -> dict[str, Mapping[str, Any]]:
-    """Compare code, packages and models of the nodes with the driver's, and return address -> report.
+    """Compare code, packages and models of the nodes with the driver's, and return address ->
+    report.
 
     Raises InputError where they differ, and WorkersLost for a node that does not report.
     """
@@ -162,13 +183,16 @@ def _reported(address: str, call: ray.ObjectRef) -> Mapping[str, Any]:
         raise InputError(f"{INIT}.runtime_env: node {address} cannot set it up: {rule}") from error
     except RayError as error:
         reason = one_line(" ".join(str(error).split())[:300])
-        raise WorkersLost(f"node {address} was lost before a process started there: {reason}") from error
+        raise WorkersLost(
+            f"node {address} was lost before a process started there: {reason}"
+        ) from error
 
 
 def differences(
     driver: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for each way in which nodes differ from the driver; ``named`` are keys of paths.
+    """Return a line for each way in which nodes differ from the driver; ``named`` are keys of
+    paths.
 
     A package may be a build for other devices than the driver's, but not than that of another node.
     """
@@ -185,7 +209,9 @@ def differences(
             there = _below(path, report["files"])
             if other := _other_files(here, {name: there.get(name) for name in here}):
                 what = f"{os.path.basename(other[0])} differs" if there else "is not there"
-                nodes_of[f"{key}={path}: {what}", "; copy the driver's to that path there"].append(node)
+                nodes_of[f"{key}={path}: {what}", "; copy the driver's to that path there"].append(
+                    node
+                )
         for name, version in report["packages"].items():
             expected = driver["packages"].get(name, version)
             if version.partition("+")[0] == expected.partition("+")[0]:
@@ -196,8 +222,11 @@ def differences(
     return [f"{begin} on node {listed(nodes)}{end}" for (begin, end), nodes in nodes_of.items()]
 
 
-def recorded(reports: Mapping[str, Mapping[str, Any]], places: Mapping[str, Place]) -> list[dict[str, Any]]:
-    """Return what a run's manifest has of its nodes: address, versions, a hash of all code, and the processes there."""
+def recorded(
+    reports: Mapping[str, Mapping[str, Any]], places: Mapping[str, Place]
+) -> list[dict[str, Any]]:
+    """Return what a run's manifest has of its nodes: address, versions, a hash of all code, and the
+    processes there."""
     entries = []
     for address, report in reports.items():
         code = json.dumps(report["code"], sort_keys=True).encode()

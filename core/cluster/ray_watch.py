@@ -1,4 +1,5 @@
-"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies ends the wait at once.
+"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies ends the wait at
+once.
 
 What is raised names the process: its role and rank, the node's address and the process id there.
 """
@@ -23,8 +24,10 @@ log = logging.getLogger(__name__)
 ray.cloudpickle.register_pickle_by_value(node_report)
 
 LOOK_S = 30.0  # how often a phase that goes on is mentioned
-GRACE_S = 5.0  # for a death to be known after the error that it caused elsewhere, and for a tidy end
-# The deadline of a phase, unless trainer.phase_timeout_s is set: so many times the longest that it took before
+# For a death to be known after the error that it caused elsewhere, and for a tidy end
+GRACE_S = 5.0
+# The deadline of a phase, unless trainer.phase_timeout_s is set: so many times the longest that it
+# took before
 TIMES = 10
 LEAST_S = 600.0
 AT_A_START = ("start", "load")  # phases of one start, whose calls have nothing in common
@@ -43,9 +46,11 @@ class Place(NamedTuple):
 
 
 class Watch:
-    """Waits for remote calls: at most as long as a phase may take, and only while all actors are alive.
+    """Waits for remote calls: at most as long as a phase may take, and only while all actors are
+    alive.
 
-    ``timeout_s`` is the time of every phase; None: of each phase ten times the longest that it took before.
+    ``timeout_s`` is the time of every phase; None: of each phase ten times the longest that it took
+    before.
     """
 
     def __init__(self, timeout_s: float | None):
@@ -77,7 +82,10 @@ class Watch:
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
         """Call the method of the actors with these names and wait for the results."""
-        return self.wait(phase, {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()})
+        return self.wait(
+            phase,
+            {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()},
+        )
 
     def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
         """Return the results, in the order of ``calls`` (actor's name -> call).
@@ -93,7 +101,12 @@ class Watch:
                 raise self.timeout(phase, pending.values())
             ready, _ = ray.wait([*pending, *self.liveness], timeout=min(limit - passed, LOOK_S))
             if not ready:
-                log.info("%s: waiting for %s, %.0f s", phase, listed(pending.values()), time.monotonic() - start)
+                log.info(
+                    "%s: waiting for %s, %.0f s",
+                    phase,
+                    listed(pending.values()),
+                    time.monotonic() - start,
+                )
             for ref in ready:
                 if ref in self.liveness:
                     raise self.lost(phase)
@@ -116,10 +129,13 @@ class Watch:
         except RayError as error:
             reason = error
         where = f" ({self.places[name]})" if name in self.places else ""
-        return WorkersLost(f"{name} died in phase {phase}{where}: {one_line(' '.join(str(reason).split()))[:600]}")
+        return WorkersLost(
+            f"{name} died in phase {phase}{where}: {one_line(' '.join(str(reason).split()))[:600]}"
+        )
 
     def cause(self, phase: str, error: RayError, name: str) -> BaseException:
-        """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own.
+        """Return the death behind an error, if there is one (ranks fail when one dies), else the
+        actor's own.
 
         ``name`` is the actor that was called.
         """
@@ -140,7 +156,8 @@ class Watch:
     def timeout(self, phase: str, names: Iterable[str]) -> WorkersLost:
         """Return the error of a hang, with the stacks of the processes that did not end the phase.
 
-        Ranks wait for one another: those whose innermost frame is the rarest come first, as the reason may be theirs.
+        Ranks wait for one another: those whose innermost frame is the rarest come first, as the
+        reason may be theirs.
         """
         names = list(names)
         stacks = self.stacks(names)
@@ -148,8 +165,15 @@ class Watch:
         how_many = Counter(frames.values())
         names.sort(key=lambda name: how_many[frames[name]] if name in frames else 0)
         late = f"{listed(map(self.named, names))} did not finish phase {phase}"
-        rule = f"within trainer.phase_timeout_s={self.timeout_s or 'null'}, here {self.limit(phase):g} s"
-        shown = [f"stack of {self.named(name)}:\n{stacks[name]}" for name in names[:LISTED] if name in stacks]
+        rule = (
+            f"within trainer.phase_timeout_s={self.timeout_s or 'null'}, here "
+            f"{self.limit(phase):g} s"
+        )
+        shown = [
+            f"stack of {self.named(name)}:\n{stacks[name]}"
+            for name in names[:LISTED]
+            if name in stacks
+        ]
         return WorkersLost("\n".join([f"{late} {rule}", *shown]))
 
     def stacks(self, names: Iterable[str]) -> dict[str, str]:
@@ -162,9 +186,13 @@ class Watch:
         calls = {}
         for node, processes in pids.items():
             place = NodeAffinitySchedulingStrategy(node, soft=False)
-            calls[dump.options(scheduling_strategy=place).remote([*processes], STACKS_S / 3)] = processes
+            calls[dump.options(scheduling_strategy=place).remote([*processes], STACKS_S / 3)] = (
+                processes
+            )
         found: dict[str, str] = {}
-        ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=STACKS_S) if calls else ([], [])
+        ready, _ = (
+            ray.wait([*calls], num_returns=len(calls), timeout=STACKS_S) if calls else ([], [])
+        )
         for ref in ready:
             try:
                 found |= {calls[ref][pid]: text for pid, text in ray.get(ref).items()}

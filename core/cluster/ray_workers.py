@@ -1,9 +1,11 @@
-"""The phases of a step on a cluster: those of :class:`core.cluster.workers.LocalWorkers` over Ray actors.
+"""The phases of a step on a cluster: those of :class:`core.cluster.workers.LocalWorkers` over Ray
+actors.
 
-Batches are split over the learner ranks here, about equal in tokens. They travel without padding and with the fields
-that a phase reads, once a sequence-parallel group, and one rank of the group replies. Of weights the driver passes on
-where a bucket is, never its bytes: a rank of each node leaves it in memory for the node's engines, or rank 0
-broadcasts it to engines with GPUs of their own.
+Batches are split over the learner ranks here, about equal in tokens. They travel without padding
+and with the fields that a phase reads, once a sequence-parallel group, and one rank of the group
+replies. Of weights the driver passes on where a bucket is, never its bytes: a rank of each node
+leaves it in memory for the node's engines, or rank 0 broadcasts it to engines with GPUs of their
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class RayWorkers(RayProcesses):
-    """The phases over the learner ranks and engines of a cluster. Checkpoints need a folder that all nodes see."""
+    """The phases over the learner ranks and engines of a cluster. Checkpoints need a folder that
+    all nodes see."""
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         super().__init__(config, tokenizer, device, known=known_ids(tokenizer), **learner)
@@ -47,7 +50,9 @@ class RayWorkers(RayProcesses):
         return tuple(self._pass("old_log_prob", "compute_log_probs", batch, part))
 
     def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
-        return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref, role)[0]
+        return self._pass(
+            "ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref, role
+        )[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         return self._pass("values", "compute_values", batch, self.config.critic)[0]
@@ -55,22 +60,31 @@ class RayWorkers(RayProcesses):
     def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         part = self.config.actor_rollout_ref.actor
         reads = functools.partial(actor_reads, part)
-        return self._update("update_actor", part, steps, reads, only_advantages_train(part), lr_multiplier)
+        return self._update(
+            "update_actor", part, steps, reads, only_advantages_train(part), lr_multiplier
+        )
 
     def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         part = self.config.critic
-        return self._update("update_critic", part, steps, lambda _: CRITIC_READS, False, lr_multiplier)
+        return self._update(
+            "update_critic", part, steps, lambda _: CRITIC_READS, False, lr_multiplier
+        )
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Bring the weights to every engine; prove it by checksums, and by a probe within the bound of the precision.
+        """Bring the weights to every engine; prove it by checksums, and by a probe within the bound
+        of the precision.
 
-        Raises WorkersLost where a proof fails: a restart may mend it, and a run must not go on with other weights.
+        Raises WorkersLost where a proof fails: a restart may mend it, and a run must not go on with
+        other weights.
         """
         try:
             self._transfer(version)
             ids, expected = self._all("probe", "probe")[0]
             probes = self.engine.probes(ids)
-            checked = [compare_probe(expected, probe, bf16=not self.config.full_precision) for probe in probes]
+            checked = [
+                compare_probe(expected, probe, bf16=not self.config.full_precision)
+                for probe in probes
+            ]
         except WeightSyncError as error:
             raise WorkersLost(message_of(error)) from error
         return {"rollout_corr/probe_diff": max(checked)}
@@ -82,17 +96,26 @@ class RayWorkers(RayProcesses):
         # Who keeps buckets: rank 0 to broadcast them, or one rank of each node for its engines
         keepers = range(self.ranks)[:1] if self.broadcasts else range(self.ranks)[:: self.per_node]
         dtype = compute_dtype(self.config.actor_rollout_ref.rollout.dtype) or torch.float32
-        options = [(dtype, self.bucket_bytes, rank in keepers, self.broadcasts) for rank in range(self.ranks)]
+        options = [
+            (dtype, self.bucket_bytes, rank in keepers, self.broadcasts)
+            for rank in range(self.ranks)
+        ]
         self.engine.begin_update(self._processes("begin_sync", options)[0])
         sent: list[Checksum] = []
         while None not in (buckets := self._processes("next_bucket")):
             bucket = merged(buckets)
-            sender = {rank_name(0): self.learners[0].broadcast.remote(bucket.size)} if self.broadcasts else {}
+            sender = (
+                {rank_name(0): self.learners[0].broadcast.remote(bucket.size)}
+                if self.broadcasts
+                else {}
+            )
             self.engine.load(bucket, sender)
             sent.append(bucket.checksum)
         for device, proof in enumerate(self.engine.end_update(version)):
             if list(proof.received) != sent:
-                raise WeightSyncError(f"device {device} of an engine got other bytes than the learner sent")
+                raise WeightSyncError(
+                    f"device {device} of an engine got other bytes than the learner sent"
+                )
 
     def _processes(self, method: str, options: Sequence[tuple] | None = None) -> list[Any]:
         """Call a method of every rank's process in a weight sync."""
@@ -124,7 +147,9 @@ class RayWorkers(RayProcesses):
 
     def _all(self, phase: str, method: str, *arguments: Any) -> list[Any]:
         """Call the learner's method on every rank."""
-        return self.watch.call(phase, "call", {rank_name(r): (method, *arguments) for r in range(self.ranks)})
+        return self.watch.call(
+            phase, "call", {rank_name(r): (method, *arguments) for r in range(self.ranks)}
+        )
 
     def _free_gpus(self) -> None:
         """Put engines on the learners' GPUs to sleep until the next sync."""
@@ -132,14 +157,18 @@ class RayWorkers(RayProcesses):
             self.engine.sleep()
 
     def _shares(self, lengths_B: Tensor, together: int) -> list[Tensor]:
-        """Return the sequences of each group of ``together`` neighbours, which share the same ones."""
+        """Return the sequences of each group of ``together`` neighbours, which share the same
+        ones."""
         groups = self.ranks // together
         if self.config.trainer.balance_batch:
             return rank_shares(lengths_B, groups)
         return list(torch.arange(len(lengths_B)).tensor_split(groups))
 
-    def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any, *arguments: str) -> list[Tensor]:
-        """Run a pass of ``part`` over all sequences and return its tensors, flat as a batch stores them."""
+    def _pass(
+        self, phase: str, method: str, batch: TrainBatch, part: Any, *arguments: str
+    ) -> list[Tensor]:
+        """Run a pass of ``part`` over all sequences and return its tensors, flat as a batch stores
+        them."""
         self._free_gpus()
         together = part.together
         shares = self._shares(batch.lengths, together)
@@ -149,7 +178,9 @@ class RayWorkers(RayProcesses):
             rank_name(rank): (method, sent[rank // together], rank % together == 0, *arguments)
             for rank in range(self.ranks)
         }
-        replies = [reply for reply in self.watch.call(phase, "run_pass", calls) if reply is not None]
+        replies = [
+            reply for reply in self.watch.call(phase, "run_pass", calls) if reply is not None
+        ]
         # Copied: Ray's arrays are read-only, which tensors cannot be.
         results = [[torch.from_numpy(array.copy()) for array in reply] for reply in replies]
         whole = [torch.zeros(batch.tokens, dtype=values.dtype) for values in results[0]]
@@ -169,8 +200,8 @@ class RayWorkers(RayProcesses):
     ) -> dict[str, float]:
         """Take all optimizer ``steps`` of ``part``, where ``only`` the advantages may train.
 
-        ``reads`` are the fields of a mini-batch that travel. Sequences that train are shared out apart
-        from those that only a metric reads.
+        ``reads`` are the fields of a mini-batch that travel. Sequences that train are shared out
+        apart from those that only a metric reads.
         """
         self._free_gpus()
         together = part.together
@@ -184,5 +215,7 @@ class RayWorkers(RayProcesses):
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
                 mine.append(step.only(reads(step)).rows(torch.cat(indices)))
         sent = [ray.put(mine) for mine in by_group]
-        calls = {rank_name(r): (phase, sent[r // together], lr_multiplier) for r in range(self.ranks)}
+        calls = {
+            rank_name(r): (phase, sent[r // together], lr_multiplier) for r in range(self.ranks)
+        }
         return self.watch.call(phase, "call", calls)[0]

@@ -1,6 +1,8 @@
-"""The phases of a step: the protocol, and its form in this process, for tests, debugging and small runs.
+"""The phases of a step: the protocol, and its form in this process, for tests, debugging and small
+runs.
 
-``ray_workers`` has the same phases over the processes of a cluster. The trainer does not know which it has.
+``ray_workers`` has the same phases over the processes of a cluster. The trainer does not know which
+it has.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ def ray_backend(name: str = "ray_workers") -> ModuleType:
 
 
 def on_same_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters are the model's own memory, so that what trains them changes both."""
-    shared = {id(one): nn.Parameter(one.detach(), requires_grad=False) for one in module.parameters()}
+    """Return a copy of a model whose parameters are the model's own memory, so that what trains
+    them changes both."""
+    shared = {
+        id(one): nn.Parameter(one.detach(), requires_grad=False) for one in module.parameters()
+    }
     return copy.deepcopy(module, shared)
 
 
 class Workers(Protocol):
     """What computes the phases of a step: in this process, or over Ray.
 
-    Batches arrive whole, and mini-batches as the trainer cut them: splitting them over processes and
-    into micro-batches is the workers' business.
+    Batches arrive whole, and mini-batches as the trainer cut them: splitting them over processes
+    and into micro-batches is the workers' business.
     """
 
     engine: Any  # a RolloutEngine, or NoEngine
@@ -79,7 +84,8 @@ class Workers(Protocol):
         """Copy the policy's weights to the engine and check them. Return metrics."""
 
     def save(self, folder: Path) -> Mapping[str, str]:
-        """Write the trained models into ``folder``. Return file -> SHA-256 of what is on disk already."""
+        """Write the trained models into ``folder``. Return file -> SHA-256 of what is on disk
+        already."""
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote."""
@@ -142,15 +148,18 @@ class LocalWorkers:
         return self.models.update_critic(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived.
+        """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe
+        that they arrived.
 
-        With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights out of range.
+        With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights
+        out of range.
         """
         expected = probe_log_probs(self.models.actor)
         if self.one_copy:
             self.engine.policy_version = version
             return {}
-        sent, dtype = {}, getattr(self.engine, "weights_dtype", None)  # of one that has the learner's names
+        # Of one that has the learner's names
+        sent, dtype = {}, getattr(self.engine, "weights_dtype", None)
 
         def sending() -> Iterator[tuple[str, Tensor]]:
             for name, value in merged_weights(self.models.actor.module):
@@ -161,13 +170,21 @@ class LocalWorkers:
         proofs = self.engine.update_weights(sending(), version)
         if dtype is not None:
             compare_weights(sent, proofs[0].weights)
-        log_probs = self.engine.probe(probe_ids(self.models.actor.module.config.get_text_config().vocab_size))
-        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.config.full_precision)}
+        log_probs = self.engine.probe(
+            probe_ids(self.models.actor.module.config.get_text_config().vocab_size)
+        )
+        return {
+            "rollout_corr/probe_diff": compare_probe(
+                expected, log_probs, bf16=not self.config.full_precision
+            )
+        }
 
     def save(self, folder: Path) -> dict[str, str]:
-        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.
+        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into
+        ``folder``.
 
-        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
+        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others
+        are the caller's.
         """
         for name, part in self.models.trained.items():
             save_model(part.module, self.tokenizer, folder / name)

@@ -1,10 +1,10 @@
 """The configuration of a run: composed, checked as a whole, typed and immutable.
 
-config = compose("grpo", ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"])
-config.actor_rollout_ref.rollout.n
+config = compose("grpo", ["data.train_batch_size=64",
+"actor_rollout_ref.actor.ppo_mini_batch_size=64"]) config.actor_rollout_ref.rollout.n
 
-The names below are loaded when they are first used: a learner rank that reads a table of names or a bound imports
-that module alone, not the whole of composing and checking.
+The names below are loaded when they are first used: a learner rank that reads a table of names or a
+bound imports that module alone, not the whole of composing and checking.
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """Code that a configuration names by its path: ``package.module:name`` or ``path/to/file.py:name``.
 
-A file is imported with its own folder and its project's root (the nearest folder above with one of :data:`MARKERS`) on
-``sys.path``, until the import ends, so import what you need at the top of the file. Graders import a file again; what
-goes to Ray actors is pickled by value, because no actor could import it.
+A file is imported with its own folder and its project's root (the nearest folder above with one of
+:data:`MARKERS`) on ``sys.path``, until the import ends, so import what you need at the top of the
+file. Graders import a file again; what goes to Ray actors is pickled by value, because no actor
+could import it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from core.errors import InputError
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
 ROOT = Path(__file__).resolve().parents[2]
 # What is nobody's own: this repository's packages, Python and what is installed
-OTHERS = [ROOT / name for name in ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")]
+OTHERS = [
+    ROOT / name
+    for name in ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")
+]
 OTHERS += [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 
 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
-    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to; a file is run once.
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to; a file
+    is run once.
 
-    ``key`` is the configuration key the path came from. ``beside``: a file whose project may hold the module.
-    Raises InputError: no ``:name``, no such module or file, or no such name in it.
+    ``key`` is the configuration key the path came from. ``beside``: a file whose project may hold
+    the module. Raises InputError: no ``:name``, no such module or file, or no such name in it.
     """
     where, _, name = spec.rpartition(":")
     label = f"{key}={spec}" if key else spec
@@ -44,18 +49,24 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
 
 
 def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
-    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins
+    with ``label``."""
     if where.endswith(".py"):
         return _from_file(where, label)
     with importing_from(beside.expanduser().resolve()) if beside else nullcontext():
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as error:
-            # A package that the module itself imports and lacks is another error than a module that is not there.
-            if error.name is None or not (where == error.name or where.startswith(f"{error.name}.")):
+            # A package that the module itself imports and lacks is another error than a module that
+            # is not there.
+            if error.name is None or not (
+                where == error.name or where.startswith(f"{error.name}.")
+            ):
                 raise
             fix = "run from the repository root, or name the file: path/to/file.py:function"
-            raise InputError(f"{label}: no module {error.name!r} on the import path; {fix}") from error
+            raise InputError(
+                f"{label}: no module {error.name!r} on the import path; {fix}"
+            ) from error
 
 
 def absent(error: ModuleNotFoundError) -> str:
@@ -64,7 +75,8 @@ def absent(error: ModuleNotFoundError) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file of code is a user's: neither of this repository, of Python nor of an installed package."""
+    """Return whether a file of code is a user's: neither of this repository, of Python nor of an
+    installed package."""
     path = Path(file).resolve()
     return path.is_file() and not any(path.is_relative_to(folder) for folder in OTHERS)
 
@@ -72,7 +84,10 @@ def is_own(file: str) -> bool:
 def _from_file(where: str, label: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():
-        raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
+        raise InputError(
+            f"{label}: there is no file {path}; the path counts from the working "
+            f"directory {Path.cwd()}"
+        )
     # The path is part of the name, so that two files of the same name do not collide.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -92,7 +107,8 @@ def _from_file(where: str, label: str) -> ModuleType:
 
 @contextmanager
 def importing_from(file: Path) -> Iterator[None]:
-    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it is imported."""
+    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it
+    is imported."""
     roots = [one for one in file.parents if any((one / marker).exists() for marker in MARKERS)][:1]
     folders = list(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
     known = set(sys.modules)

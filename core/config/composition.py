@@ -1,9 +1,10 @@
 """Overrides and recipe files to one checked configuration: ``compose`` and ``examine``.
 
-A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
-defaults, and ``preset/<name>.yaml``, chosen by ``preset=<name>``. Overrides before a lone ``--`` are a run script's
-own, those after it were typed; without ``--`` all were typed. Later layers win: schema, file, script preset (unless
-one is typed), script keys, typed preset, typed keys. Hydra's parser reads overrides.
+A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from
+the schema's defaults, and ``preset/<name>.yaml``, chosen by ``preset=<name>``. Overrides before a
+lone ``--`` are a run script's own, those after it were typed; without ``--`` all were typed. Later
+layers win: schema, file, script preset (unless one is typed), script keys, typed preset, typed
+keys. Hydra's parser reads overrides.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Tree = dict[str, Any]
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Return the resolved configuration of a recipe under these overrides.
 
-    Whether the files that it names exist is checked at start. Raises InputError: every problem there is, a line each.
+    Whether the files that it names exist is checked at start. Raises InputError: every problem
+    there is, a line each.
     """
     composed = examine(recipe, overrides)
     if composed.problems:
@@ -47,11 +49,13 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
     return composed.config
 
 
-def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | None = None) -> Composed:
+def examine(
+    recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | None = None
+) -> Composed:
     """Compose and check without raising.
 
-    ``base`` holds values by flat key that lie over the recipe's and below typed keys: those of a run, say. They are
-    taken as they are: a ``${...}`` in them could read the environment.
+    ``base`` holds values by flat key that lie over the recipe's and below typed keys: those of a
+    run, say. They are taken as they are: a ``${...}`` in them could read the environment.
     """
     schema = recipes.schema_of(recipe)
     found = Composed(recipe, schema)
@@ -72,7 +76,9 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), _preset(file_preset, found), nested(file))
     tree = over(tree, _preset(script_preset, found), nested(script))
-    tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))
+    tree = over(
+        tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed)
+    )
     _refuse_techniques(found)
     resolved = _resolved(tree, schema, found.problems)
     _without_slashes(resolved, found)
@@ -84,9 +90,15 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     broken = rules.broken("PROBLEMS", view)
     broken = [one for one in broken if not refused & {one.key, *re.findall(r"[\w.]+\w", one.rule)}]
     found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))
-    found.warnings = (*found.warnings, *map(str, rules.broken("WARNINGS", view)), *verl_names.older_defaults(found))
+    found.warnings = (
+        *found.warnings,
+        *map(str, rules.broken("WARNINGS", view)),
+        *verl_names.older_defaults(found),
+    )
     reasons = {key: rules.unmet(view, key) for key in (*found.given, *convert.all_keys(schema))}
-    found.unused |= {key: (value, reasons[key]) for key, value in found.given.items() if reasons[key]}
+    found.unused |= {
+        key: (value, reasons[key]) for key, value in found.given.items() if reasons[key]
+    }
     found.without_effect = frozenset(key for key, reason in reasons.items() if reason)
     return found
 
@@ -100,22 +112,33 @@ def _overrides(texts: Sequence[str], found: Composed) -> Iterator[tuple[str, Any
     for text in texts:
         key, separator, value = text.partition("=")
         if not separator or not KEY.fullmatch(key):
-            rule = "is no override; write key=value, with names joined by single dots (DRY_RUN=1 only checks)"
+            rule = (
+                "is no override; write key=value, with names joined by single dots (DRY_RUN=1 "
+                "only checks)"
+            )
             found.problems.append(f"{brief(shown_word(text)) or repr(text)}: {rule}")
             continue
         shown = brief(shown_word(text))
         try:
             override = parser.parse_override(text)
             if override.is_sweep_override():
-                found.problems.append(f"{shown}: is a sweep, and this is one run; quote it if it is text")
+                found.problems.append(
+                    f"{shown}: is a sweep, and this is one run; quote it if it is text"
+                )
             else:
                 yield override.key_or_group, override.value()
         except PARSER_ERRORS as error:
-            if isinstance(error, HydraException) and value and value[0] not in "[{'\"" and "$" not in value:
+            if (
+                isinstance(error, HydraException)
+                and value
+                and value[0] not in "[{'\""
+                and "$" not in value
+            ):
                 yield key.lstrip("+"), value  # ~/data, a=b: plain text with a character of Hydra's
             else:
                 fix = f"quote text: {brief(key)}=\"'...'\", and each in a list"
-                reason = f" ({_reason(error)})" if shown == brief(text) else ""  # which quotes what was typed
+                # Which quotes what was typed
+                reason = f" ({_reason(error)})" if shown == brief(text) else ""
                 found.problems.append(f"{shown}: cannot be read{reason}; {fix}")
 
 
@@ -124,7 +147,8 @@ def _reason(error: Exception) -> str:
 
 
 def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | None, Tree]:
-    """Return the preset and flat key -> value of a part of a command line. Of a key given twice the last one counts."""
+    """Return the preset and flat key -> value of a part of a command line. Of a key given twice the
+    last one counts."""
     preset, values, seen, schema = None, {}, {}, found.schema
     for key, value in (leaf for pair in parsed for leaf in _leaves(*pair, schema)):
         if key in seen and seen[key] != value:
@@ -138,12 +162,19 @@ def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | No
 
 
 def _twice(key: str, value: Any, before: Any) -> Problem:
-    return Problem(key, value, f"is given twice, before as {show(before, key)}", "this last one counts")
+    return Problem(
+        key, value, f"is given twice, before as {show(before, key)}", "this last one counts"
+    )
 
 
 def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, Any]]:
-    """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or to plain values where it has none."""
-    if isinstance(value, Mapping) and value and (key in convert.sections(schema) or not convert.known(key, schema)):
+    """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or to plain values
+    where it has none."""
+    if (
+        isinstance(value, Mapping)
+        and value
+        and (key in convert.sections(schema) or not convert.known(key, schema))
+    ):
         for name, item in value.items():
             yield from _leaves(f"{key}.{name}" if key else str(name), item, schema)
     else:
@@ -161,7 +192,10 @@ def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
         found.read[key] = (value, meant.settings)
         for name, item in meant.settings.items():
             if found.words.get(name, item) != item and name != key:
-                rule = f"means {name}={show(item, name)}, and {name}={show(found.words[name], name)} is given too"
+                rule = (
+                    f"means {name}={show(item, name)}, and "
+                    f"{name}={show(found.words[name], name)} is given too"
+                )
                 found.problems.append(Problem(key, value, rule, "leave one of them out"))
             _set(name, item, values, found)
     elif not own and meant and meant.unused:
@@ -175,21 +209,25 @@ def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
 
 
 def _refuse_techniques(found: Composed) -> None:
-    """Accept another recipe's techniques where they are off; refuse one that is on, with that recipe's name."""
+    """Accept another recipe's techniques where they are off; refuse one that is on, with that
+    recipe's name."""
     for key, value in found.foreign.items():
         recipe, switch = recipes.owner_of(key)
         if not found.foreign.get(switch):
             found.unused[key] = (value, f"{switch} is off")
         elif key == switch:
             rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
-            found.problems.append(Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}"))
+            found.problems.append(
+                Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}")
+            )
 
 
 # --- files ---
 
 
 def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Return the keys of the recipe's file, or of a user's in its place, whose keys are read as typed ones are.
+    """Return the keys of the recipe's file, or of a user's in its place, whose keys are read as
+    typed ones are.
 
     The defaults list of a user's file may name verl's own defaults, which are those of the schema.
     """
@@ -206,14 +244,26 @@ def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
     path = Path(str(options.get("--config-path", own)).strip("'\"")).expanduser() / f"{name}.yaml"
     try:
         tree = {**OmegaConf.to_container(OmegaConf.load(path))}
-    except (OSError, TypeError, ValueError, OmegaConfBaseException, convert.yaml.YAMLError) as error:
+    except (
+        OSError,
+        TypeError,
+        ValueError,
+        OmegaConfBaseException,
+        convert.yaml.YAMLError,
+    ) as error:
         fix = "mend that line" if hasattr(error, "problem_mark") else "name a file that is there"
-        found.problems.append(f"--config-name={path}: cannot be read ({convert.yaml_reason(error)}); {fix}")
+        found.problems.append(
+            f"--config-name={path}: cannot be read ({convert.yaml_reason(error)}); {fix}"
+        )
         return []
     tree.pop("hydra", None)
-    if others := [one for one in tree.pop("defaults", None) or () if one not in ("ppo_trainer", "_self_")]:
+    if others := [
+        one for one in tree.pop("defaults", None) or () if one not in ("ppo_trainer", "_self_")
+    ]:
         rule = f"its defaults list names {', '.join(map(str, others))}, and a file here is whole"
-        found.problems.append(f"--config-name={path}: {rule}; write those keys into it, or type them")
+        found.problems.append(
+            f"--config-name={path}: {rule}; write those keys into it, or type them"
+        )
     return list(_leaves("", tree, schema))
 
 
@@ -221,7 +271,11 @@ def _preset(name: str | None, found: Composed) -> Tree:
     """Return the tree of a recipe's preset."""
     known = {path.stem: path for path in (recipes.folder(found.recipe) / "preset").glob("*.yaml")}
     if name is not None and name not in known:
-        fix = f"choose one of {', '.join(sorted(known))}" if known else "leave it out: this recipe has none"
+        fix = (
+            f"choose one of {', '.join(sorted(known))}"
+            if known
+            else ("leave it out: this recipe has none")
+        )
         found.problems.append(Problem("preset", name, "unknown preset", fix))
     return (name in known and convert.read_table(known[name])) or {}
 
@@ -241,11 +295,14 @@ def _without_slashes(tree: Tree, found: Composed) -> None:
 
 
 def _resolved(tree: Tree, schema: type[Config], problems: list[Any]) -> Tree:
-    """Return the tree with its interpolations resolved; where one cannot be, it is reported and all are left out."""
+    """Return the tree with its interpolations resolved; where one cannot be, it is reported and all
+    are left out."""
     raw = dict(_leaves("", tree, schema))
     open_keys = {key for key, value in raw.items() if "${" in str(value) or "???" in str(value)}
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(
+            OmegaConf.create(tree), resolve=True, throw_on_missing=True
+        )
     except (OmegaConfBaseException, RecursionError) as error:
         key = (getattr(error, "full_key", None) or "").partition("[")[0]
         fix = "give it a value, or mend it"
@@ -254,7 +311,9 @@ def _resolved(tree: Tree, schema: type[Config], problems: list[Any]) -> Tree:
     found = dict(_leaves("", resolved, schema))
     for key in open_keys:
         if "None" in str(found[key]) and found[key] is not None:
-            problems.append(Problem(key, raw[key], "names a key that is null", "set that key as well"))
+            problems.append(
+                Problem(key, raw[key], "names a key that is null", "set that key as well")
+            )
             del found[key]
     return nested(found)
 
@@ -269,19 +328,31 @@ def literal(value: Any) -> Any:
 
 
 def refuse_code(
-    artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
+    artefact: str,
+    config: Config,
+    recipe: str,
+    overrides: Sequence[str] = (),
+    unread: Sequence[str] = (),
 ) -> None:
-    """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
+    """Check that ``config``, into which settings of an artefact went, names no code of its own
+    accord.
 
-    What ``overrides`` name is the user's word. Of keys that begin with one of ``unread`` the command loads nothing.
-    Raises InputError: the artefact, the keys, and what to append to the command.
+    What ``overrides`` name is the user's word. Of keys that begin with one of ``unread`` the
+    command loads nothing. Raises InputError: the artefact, the keys, and what to append to the
+    command.
     """
     allowed = code_in(examine(recipe, overrides).config)
-    unnamed = {key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))}
-    unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
+    unnamed = {
+        key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))
+    }
+    unnamed = {
+        key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value
+    }
     if unnamed:
         append = " ".join(shlex.quote(f"{key}={as_typed(value)}") for key, value in unnamed.items())
         raise InputError(
-            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
-            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
+            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They "
+            f"may come from "
+            f"anybody, and code is named on the command line alone. If you trust that code, "
+            f"append {append}"
         )

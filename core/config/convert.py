@@ -20,18 +20,27 @@ def all_keys(schema: type = Config) -> dict[str, Any]:
     """Return flat key -> type, of a whole configuration, sections left out."""
     own = {name: hint for name, hint in hints(schema).items() if not is_section(hint)}
     below = {name: hint for name, hint in hints(schema).items() if is_section(hint)}
-    return own | {f"{name}.{key}": hint for name, section in below.items() for key, hint in all_keys(section).items()}
+    return own | {
+        f"{name}.{key}": hint
+        for name, section in below.items()
+        for key, hint in all_keys(section).items()
+    }
 
 
 @functools.cache
 def sections(schema: type = Config) -> dict[str, type]:
     """Return flat key -> class, of the sections of a whole configuration."""
     own = {name: hint for name, hint in hints(schema).items() if is_section(hint)}
-    return own | {f"{name}.{key}": part for name, section in own.items() for key, part in sections(section).items()}
+    return own | {
+        f"{name}.{key}": part
+        for name, section in own.items()
+        for key, part in sections(section).items()
+    }
 
 
 def known(key: str, schema: type = Config) -> bool:
-    """Return whether the schema has the key, or a mapping of the user's own that the key is a part of."""
+    """Return whether the schema has the key, or a mapping of the user's own that the key is a part
+    of."""
     keys, parts = all_keys(schema), key.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return key in keys or any(parent in keys and optional(keys[parent]) is Open for parent in above)
@@ -48,7 +57,8 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Return flat key -> value, of every key, as JSON gives it back and without secrets: it is hashed and compared."""
+    """Return flat key -> value, of every key, as JSON gives it back and without secrets: it is
+    hashed and compared."""
     shown = {key: hidden(thaw(value), key) for key, value in flat(config).items()}
     return json.loads(json.dumps(shown, default=str))
 
@@ -57,32 +67,42 @@ def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
     """Return the configuration with the values of these flat keys."""
     for key, value in changes.items():
         name, _, rest = key.partition(".")
-        config = config.replace(**{name: replaced(getattr(config, name), {rest: value}) if rest else value})
+        config = config.replace(
+            **{name: replaced(getattr(config, name), {rest: value}) if rest else value}
+        )
     return config
 
 
 def as_tree(section: Any) -> dict[str, Any]:
     """Return a section as nested dicts and lists."""
     values = {name: getattr(section, name) for name in hints(type(section))}
-    return {name: as_tree(value) if isinstance(value, Section) else thaw(value) for name, value in values.items()}
+    return {
+        name: as_tree(value) if isinstance(value, Section) else thaw(value)
+        for name, value in values.items()
+    }
 
 
 def as_recorded(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dicts and lists, without secrets: what a run writes, and sends to loggers."""
+    """Return a configuration as nested dicts and lists, without secrets: what a run writes, and
+    sends to loggers."""
     return hidden(as_tree(config))
 
 
 def to_yaml(config: Any) -> str:
-    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema, without secrets."""
+    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema,
+    without secrets."""
     return yaml.safe_dump(as_recorded(config), sort_keys=False, width=120)
 
 
 def over(below: Any, *layers: Any) -> Any:
-    """Return trees over each other: mappings joined, with names as text, and anything else replaced."""
+    """Return trees over each other: mappings joined, with names as text, and anything else
+    replaced."""
     for above in layers:
         if isinstance(above, Mapping):
             joined = dict(below) if isinstance(below, Mapping) else {}
-            below = joined | {str(name): over(joined.get(str(name)), value) for name, value in above.items()}
+            below = joined | {
+                str(name): over(joined.get(str(name)), value) for name, value in above.items()
+            }
         else:
             below = above
     return below
@@ -98,7 +118,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it is compiled in: ten times as fast
+# Libyaml where it is compiled in: ten times as fast
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @functools.cache
@@ -108,8 +129,12 @@ def read_table(path: Path) -> Any:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return in one line why a file is no YAML: the line of the file, counted from 1, and the problem."""
+    """Return in one line why a file is no YAML: the line of the file, counted from 1, and the
+    problem."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return str(error).split("\n")[0]
-    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"
+    return (
+        f"line {mark.line + 1}, column {mark.column + 1}: "
+        f"{getattr(error, 'problem', None) or error}"
+    )

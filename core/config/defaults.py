@@ -1,4 +1,5 @@
-"""What a null default stands for where it is no other key's value (``follows`` at its field): what the rest implies."""
+"""What a null default stands for where it is no other key's value (``follows`` at its field): what
+the rest implies."""
 
 from __future__ import annotations
 
@@ -13,28 +14,34 @@ from core.config.schema import Config
 from core.config.section import mark
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# Mean difference of log-probs between engine and learner, in nats a token: what float32 explains, and what bfloat16
-# does. A small published model in bfloat16 differs by 0.045; a gap of 0.13 cost accuracy (results/dapo/ablation.md).
+# Mean difference of log-probs between engine and learner, in nats a token: what float32 explains,
+# and what bfloat16 does. A small published model in bfloat16 differs by 0.045; a gap of 0.13 cost
+# accuracy (results/dapo/ablation.md).
 EXACT, ROUNDED = 1e-4, 0.06
 
 
 def has_accelerator() -> bool:
-    """Return whether this machine has the devices of an NVIDIA or AMD driver. It imports no torch."""
+    """Return whether this machine has the devices of an NVIDIA or AMD driver. It imports no
+    torch."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def _dynamic(config: Config, part: str) -> bool:
-    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
+    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here
+    or there."""
     actor = config.actor_rollout_ref.actor
-    given = convert.get(config, f"{part}.ppo_micro_batch_size_per_gpu") or actor.ppo_micro_batch_size_per_gpu
+    given = (
+        convert.get(config, f"{part}.ppo_micro_batch_size_per_gpu")
+        or actor.ppo_micro_batch_size_per_gpu
+    )
     return given is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
 
 
 def _precision(config: Config, other: str) -> str:
     """Return the number format of engine or learner, where ``other`` is the key of the other one's.
 
-    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model, whatever is the same in
-    them. In one process, where runs are small, both are float32 and agree.
+    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model,
+    whatever is the same in them. In one process, where runs are small, both are float32 and agree.
     """
     alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"
     return (convert.get(config, other) or "float32") if alone else "bfloat16"
@@ -52,12 +59,15 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     actor_dtype, engine_dtype = f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"
     return {
-        "critic.use_dynamic_bsz": lambda c: _dynamic(c, "critic"),  # it reads what the actor was given
+        # It reads what the actor was given
+        "critic.use_dynamic_bsz": lambda c: _dynamic(c, "critic"),
         f"{ACTOR}.use_dynamic_bsz": lambda c: _dynamic(c, ACTOR),
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
-        f"{ROLLOUT}.agent_loop": lambda c: "tool_agent" if c.actor_rollout_ref.rollout.multi_turn.enable else None,
+        f"{ROLLOUT}.agent_loop": lambda c: (
+            "tool_agent" if c.actor_rollout_ref.rollout.multi_turn.enable else None
+        ),
         "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",
@@ -66,13 +76,20 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         ),
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
-        "reward_model.judge.cache_dir": lambda c: str(run_folder(c) / "judge") if c.reward_model.judged else None,
+        "reward_model.judge.cache_dir": lambda c: (
+            str(run_folder(c) / "judge") if c.reward_model.judged else None
+        ),
     }
 
 
 def over_ray(config: Config, given: Collection[str]) -> Config:
-    """Return the configuration with ``trainer.backend=ray`` where several GPUs are ``given`` and no backend is."""
-    several = [f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node") if getattr(config.trainer, name) > 1]
+    """Return the configuration with ``trainer.backend=ray`` where several GPUs are ``given`` and no
+    backend is."""
+    several = [
+        f"trainer.{name}"
+        for name in ("nnodes", "n_gpus_per_node")
+        if getattr(config.trainer, name) > 1
+    ]
     if "trainer.backend" in given or not any(key in given for key in several):
         return config
     return convert.replaced(config, {"trainer.backend": "ray"})
@@ -81,8 +98,9 @@ def over_ray(config: Config, given: Collection[str]) -> Config:
 def resolve(config: Config, recipe: str) -> Config:
     """Return the configuration with every such null filled in.
 
-    ``data.seed`` stays null, and follows ``trainer.seed`` for training examples only, so that runs of different seeds
-    answer the same validation questions; ``trainer.device`` and ``cpu_threads`` do, which are the machine's.
+    ``data.seed`` stays null, and follows ``trainer.seed`` for training examples only, so that runs
+    of different seeds answer the same validation questions; ``trainer.device`` and ``cpu_threads``
+    do, which are the machine's.
     """
     for key, value in _implied(recipe).items():
         if convert.get(config, key) is None:

@@ -1,9 +1,10 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
-A recipe is found by its name, here or in a folder ``recipes/`` on Python's path. ``config_schema.py`` has ``SCHEMA``, a
-subclass of :class:`Config`, and ``PAPER``, its name in messages. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``,
-``main_<recipe>.py`` a ``TRAINER``, ``module:class`` where it is not the core's. ``MAKES`` of the package itself maps a
-folder to the command that makes what is in it.
+A recipe is found by its name, here or in a folder ``recipes/`` on Python's path.
+``config_schema.py`` has ``SCHEMA``, a subclass of :class:`Config`, and ``PAPER``, its name in
+messages. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``, ``main_<recipe>.py`` a ``TRAINER``,
+``module:class`` where it is not the core's. ``MAKES`` of the package itself maps a folder to the
+command that makes what is in it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ TRAINER = "core.ray_trainer:RayPPOTrainer"  # of recipes that name none
 
 def names() -> list[str]:
     """Return the names of all recipes: folders that hold a configuration of their own name."""
-    return sorted(path.stem for path in RECIPES.glob("*/config/*.yaml") if path.stem == path.parts[-3])
+    return sorted(
+        path.stem for path in RECIPES.glob("*/config/*.yaml") if path.stem == path.parts[-3]
+    )
 
 
 def folder(recipe: str) -> Path:
     """Return the folder of a recipe's configuration files, which need not exist."""
-    if not re.fullmatch(r"[\w-]+", recipe):  # a manifest may name one, and no path leads from it to code
+    # A manifest may name one, and no path leads from it to code
+    if not re.fullmatch(r"[\w-]+", recipe):
         return RECIPES / "-" / "config"
-    places = (place / recipe / "config" for place in (RECIPES, *(Path(p).absolute() / "recipes" for p in sys.path)))
-    return next((each for each in places if (each / f"{recipe}.yaml").exists()), RECIPES / recipe / "config")
+    places = (
+        place / recipe / "config"
+        for place in (RECIPES, *(Path(p).absolute() / "recipes" for p in sys.path))
+    )
+    return next(
+        (each for each in places if (each / f"{recipe}.yaml").exists()), RECIPES / recipe / "config"
+    )
 
 
 @functools.cache
@@ -45,7 +54,8 @@ def module_of(recipe: str, name: str = "config_schema") -> ModuleType | None:
 
 
 def schema_of(recipe: str) -> type[Config]:
-    """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of it."""
+    """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of
+    it."""
     module = module_of(recipe)
     return Config if module is None else module.SCHEMA
 
@@ -57,7 +67,8 @@ def extended() -> Iterator[tuple[str, ModuleType]]:
 
 @functools.cache
 def owner_of(key: str) -> tuple[str, str] | None:
-    """Return the recipe that has a key of its own, and the key that switches its technique on; None: no recipe has."""
+    """Return the recipe that has a key of its own, and the key that switches its technique on;
+    None: no recipe has."""
     for recipe, module in extended():
         if convert.known(key, module.SCHEMA) and not convert.known(key):
             switch = f"{key.rpartition('.')[0]}.enable"
@@ -66,7 +77,8 @@ def owner_of(key: str) -> tuple[str, str] | None:
 
 
 def maker_of(path: str) -> str | None:
-    """Return the command with which a recipe makes a file or folder of this path; None if no recipe does."""
+    """Return the command with which a recipe makes a file or folder of this path; None if no recipe
+    does."""
     place = f"/{Path(path).as_posix()}/"
     for file in sorted(RECIPES.glob("*/__init__.py")):
         makes = getattr(importlib.import_module(f"recipes.{file.parent.name}"), "MAKES", {})
@@ -77,8 +89,11 @@ def maker_of(path: str) -> str | None:
 
 
 def trainer_of(recipe: str) -> str:
-    """Return the trainer (``module:class``) of a recipe. Raises InputError where there is no such recipe."""
+    """Return the trainer (``module:class``) of a recipe. Raises InputError where there is no such
+    recipe."""
     module = module_of(recipe, f"main_{recipe}")
     if module is None:
-        raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}")
+        raise InputError(
+            f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}"
+        )
     return getattr(module, "TRAINER", TRAINER)

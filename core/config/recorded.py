@@ -1,8 +1,8 @@
 """Configurations that a run, a checkpoint or a file of answers recorded, and what their keys mean.
 
-What a change of a key means (its role) is said by its field in the schema. Code is named on the command line, never by
-a record, which may come from anybody: a command that takes settings from one first calls
-:func:`core.config.composition.refuse_code`.
+What a change of a key means (its role) is said by its field in the schema. Code is named on the
+command line, never by a record, which may come from anybody: a command that takes settings from one
+first calls :func:`core.config.composition.refuse_code`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from core.config.section import (
 from core.config.verl_names import Composed, unknown_key
 from core.secret_keys import without_hidden
 
-# Keys whose value is code, a file that names some, or an argument that a library imports. Besides, the four keys of
-# OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift the sandbox.
+# Keys whose value is code, a file that names some, or an argument that a library imports. Besides,
+# the four keys of OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift
+# the sandbox.
 CODE = re.compile(
     r"((tool|interaction)_config_path|custom_reward_function\.(path|name)|override_config|engine_kwargs|ray_init"
     r"|trust_remote_code|allow_unisolated)$"
 )
 
 
-def validated(schema: type[Config], tree: Any, problems: list[Any], line: Composed | None = None) -> Config:
-    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
+def validated(
+    schema: type[Config], tree: Any, problems: list[Any], line: Composed | None = None
+) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key
+    keeps the default."""
     config, refused = build(schema, tree)
     line = line or Composed("", schema)
     for key, value, rule in refused:
@@ -67,12 +71,16 @@ def schemas() -> list[type[Config]]:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """Return flat key -> default, of every recipe: one that another recipe's record holds means nothing."""
+    """Return flat key -> default, of every recipe: one that another recipe's record holds means
+    nothing."""
     return {key: value for schema in schemas() for key, value in convert.as_json(schema()).items()}
 
 
-def _leaves(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, without those that are gone."""
+def _leaves(
+    values: Mapping[str, Any], schema: type[Config], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, without
+    those that are gone."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key in verl_names.table()["gone"]:
@@ -84,32 +92,47 @@ def _leaves(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -
 
 
 def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
-    """Return a recorded configuration as a tree of what the schema has, without secrets, which it does not hold."""
+    """Return a recorded configuration as a tree of what the schema has, without secrets, which it
+    does not hold."""
     leaves = _leaves(without_hidden(values), schema)
     return convert.nested({key: value for key, value in leaves if convert.known(key, schema)})
 
 
 def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
-    """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested or flat.
+    """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested
+    or flat.
 
-    A key that ``values`` lacks has its default, which may follow from others. What the schema refuses or lacks is as it
-    was recorded, but for other recipes' defaults. So two versions' records of the same settings are equal.
+    A key that ``values`` lacks has its default, which may follow from others. What the schema
+    refuses or lacks is as it was recorded, but for other recipes' defaults. So two versions'
+    records of the same settings are equal.
     """
     problems: list[Problem] = []
-    complete = convert.as_json(resolve(validated(schema, own_tree(values, schema), problems), recipe))
-    left = ((key, value) for key, value in _leaves(values, schema) if not convert.known(key, schema))
-    lacking = {key: value for key, value in left if key not in _defaults() or _defaults()[key] != value}
+    complete = convert.as_json(
+        resolve(validated(schema, own_tree(values, schema), problems), recipe)
+    )
+    left = (
+        (key, value) for key, value in _leaves(values, schema) if not convert.known(key, schema)
+    )
+    lacking = {
+        key: value for key, value in left if key not in _defaults() or _defaults()[key] != value
+    }
     return complete | lacking | {problem.key: problem.value for problem in problems}
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Return flat key -> the two values, of the keys in which two configurations differ; a missing one is None."""
+    """Return flat key -> the two values, of the keys in which two configurations differ; a missing
+    one is None."""
     first, second = convert.flat(one), convert.flat(other)
-    return {key: (first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)}
+    return {
+        key: (first.get(key), second.get(key))
+        for key in first | second
+        if first.get(key) != second.get(key)
+    }
 
 
 def role_of(key: str) -> str:
-    """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no schema has it."""
+    """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no
+    schema has it."""
     for section in schemas():
         role = None
         for name in key.split("."):
@@ -126,7 +149,9 @@ def code_in(config: Config) -> dict[str, Any]:
     found, defaults = {}, convert.flat(type(config)())
     for key, value in convert.flat(config).items():
         text = json.dumps(thaw(value), default=str)
-        names = CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text) or "allow_unisolated" in text
+        names = (
+            CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text) or "allow_unisolated" in text
+        )
         if names and value and value != defaults[key]:
             found |= dict(_entries(key, value))
     return found

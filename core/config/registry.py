@@ -1,8 +1,9 @@
 """All that the repository knows about a name in a configuration: one entry of one table.
 
-Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a function in a module of
-its own, and an entry here. A user's own function, named by its path, needs none. ``function`` is ``module:name``.
-``reads`` lists keys of the entry's section that others do not read: set for those, they are reported as unused.
+Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a
+function in a module of its own, and an entry here. A user's own function, named by its path, needs
+none. ``function`` is ``module:name``. ``reads`` lists keys of the entry's section that others do
+not read: set for those, they are reported as unused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A name's function and the keys that it reads. The other facts concern entries of one table only."""
+    """A name's function and the keys that it reads. The other facts concern entries of one table
+    only."""
 
     function: str | None = None  # None: of a logger that the tracker has anyway
     reads: Collection[str] = ()
@@ -22,15 +24,20 @@ class Entry:
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
     # A policy loss (of core.algorithm.losses.LossInputs)
-    aggregation: str | None = None  # the only loss_agg_mode that it is defined with, as its published code
-    has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
-    selects: str | None = None  # function that selects tokens to be treated apart, among all of a mini-batch
+    # The only loss_agg_mode that it is defined with, as its published code
+    aggregation: str | None = None
+    # Of new to old probabilities, which under bypass_mode is the importance weight
+    has_ratio: bool = True
+    # Function that selects tokens to be treated apart, among all of a mini-batch
+    selects: str | None = None
     replaces_clipped: bool = False  # clipped tokens give way to the next of its order
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     package: str | None = None  # that has to be installed, of an engine or a logger
     # An engine (of configuration, policy, tokenizer and device)
-    problems: str | None = None  # function of a configuration: what else the engine lacks at a start
-    seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
+    # Function of a configuration: what else the engine lacks at a start
+    problems: str | None = None
+    # A request's seed decides its answer; without that nothing sampled can be drawn again
+    seeded: bool = True
     reads_media: bool = True  # pictures of prompts
     login: str | None = None  # of a logger: when the service asks for one
 
@@ -39,11 +46,15 @@ ADVANTAGES, LOSSES = "core.algorithm.advantages", "core.algorithm.losses"
 ESTIMATORS = {  # algorithm.adv_estimator
     "gae": Entry(f"{ADVANTAGES}:gae", critic=True, reads=("gamma", "lam")),
     "grpo": Entry(f"{ADVANTAGES}:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
-    "grpo_passk": Entry(f"{ADVANTAGES}:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "grpo_passk": Entry(
+        f"{ADVANTAGES}:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)
+    ),
     "rloo": Entry(f"{ADVANTAGES}:rloo", groups=True),
     "remax": Entry(f"{ADVANTAGES}:remax", greedy_baseline=True),
     "reinforce_plus_plus": Entry(f"{ADVANTAGES}:reinforce_plus_plus", reads=("gamma",)),
-    "reinforce_plus_plus_baseline": Entry(f"{ADVANTAGES}:reinforce_plus_plus_baseline", groups=True),
+    "reinforce_plus_plus_baseline": Entry(
+        f"{ADVANTAGES}:reinforce_plus_plus_baseline", groups=True
+    ),
     "opo": Entry(f"{ADVANTAGES}:opo", groups=True),
     "gpg": Entry(f"{ADVANTAGES}:gpg", groups=True),
 }
@@ -65,7 +76,12 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
         replaces_clipped=True,
         reads=(*CLIP, *CLIP_COV),
     ),
-    "kl_cov": Entry(f"{LOSSES}:kl_cov", selects=f"{LOSSES}:kl_cov_tokens", moves_without_advantage=True, reads=KL_COV),
+    "kl_cov": Entry(
+        f"{LOSSES}:kl_cov",
+        selects=f"{LOSSES}:kl_cov_tokens",
+        moves_without_advantage=True,
+        reads=KL_COV,
+    ),
 }
 SERVING = (  # what a serving engine reads
     *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
@@ -75,34 +91,52 @@ ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": Entry("core.engines.hf:make"),
     "vllm": Entry("core.engines.vllm:make", package="vllm", reads=SERVING),
     "sglang": Entry(
-        "core.engines.sglang:make", problems="core.engines.sglang:problems", seeded=False, reads_media=False
+        "core.engines.sglang:make",
+        problems="core.engines.sglang:problems",
+        seeded=False,
+        reads_media=False,
     ),
 }
-# reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's shape_reward
+# reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's
+# shape_reward
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 LOGGERS = {  # trainer.logger
     "console": Entry(),
     "jsonl": Entry(),
     "tensorboard": Entry("core.tracking.loggers:TensorboardLogger", package="tensorboard"),
-    "wandb": Entry("core.tracking.loggers:WandbLogger", package="wandb", login="unless WANDB_MODE=offline"),
+    "wandb": Entry(
+        "core.tracking.loggers:WandbLogger", package="wandb", login="unless WANDB_MODE=offline"
+    ),
 }
 TOOL_AGENT = "tool_agent"  # verl's name
-AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}  # actor_rollout_ref.rollout.agent_loop
+# actor_rollout_ref.rollout.agent_loop
+AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}
 # --- types of keys, and other names ---
-PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
+# model_type of the models whose pictures are read
+PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL))
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 def estimator(name: str) -> Entry:
-    """Return the estimator's entry. A user's own may read any key, and provides for itself what it needs."""
-    return ESTIMATORS.get(name) or Entry(name, reads=[key for entry in ESTIMATORS.values() for key in entry.reads])
+    """Return the estimator's entry. A user's own may read any key, and provides for itself what it
+    needs."""
+    return ESTIMATORS.get(name) or Entry(
+        name, reads=[key for entry in ESTIMATORS.values() for key in entry.reads]
+    )
 
 
 def policy_loss(name: str) -> Entry:
     """Return the policy loss's entry. A user's own may read any key, and has a ratio."""
-    return POLICY_LOSSES.get(name) or Entry(name, reads=[key for one in POLICY_LOSSES.values() for key in one.reads])
+    return POLICY_LOSSES.get(name) or Entry(
+        name, reads=[key for one in POLICY_LOSSES.values() for key in one.reads]
+    )
 
 
 def logger(name: str) -> Entry:

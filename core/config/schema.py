@@ -1,12 +1,13 @@
 """The keys of a run: every section, put together in :class:`Config`.
 
-Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that differs is listed in
-``core/config/README.md``. A default of None that stands for another key's value is filled in by
-:func:`core.config.defaults.resolve`, so a resolved configuration holds None only where a description gives its meaning.
+Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that
+differs is listed in ``core/config/README.md``. A default of None that stands for another key's
+value is filled in by :func:`core.config.defaults.resolve`, so a resolved configuration holds None
+only where a description gives its meaning.
 
-Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
-sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
-result. Rules between keys are in ``rules_training.py``.
+Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them
+a prompt). Batch sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are
+memory settings: they cannot change the result. Rules between keys are in ``rules_training.py``.
 """
 
 from __future__ import annotations
@@ -65,16 +66,28 @@ class MultiTurnConfig(Section):
     """Limits are those of an episode, which core/rollout/tool_agent.py plays."""
 
     enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
-    max_assistant_turns: Count | None = key(None, "turns of the policy; null: until the response is full")
+    max_assistant_turns: Count | None = key(
+        None, "turns of the policy; null: until the response is full"
+    )
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
-    tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py")
-    interaction_config_path: str | None = files(None, "YAML file with simulated users (core/rollout)")
-    tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
+    tool_config_path: str | None = files(
+        None, "YAML file with the tools, see core/rollout/tools.py"
+    )
+    interaction_config_path: str | None = files(
+        None, "YAML file with simulated users (core/rollout)"
+    )
+    tool_timeout_s: Positive = execution(
+        30.0, "seconds a tool call or a user's turn may take; a tool may have its own"
+    )
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
+        "middle", "the part that is kept"
+    )
     format: Literal["hermes"] = key("hermes", "how a tool call is written")
-    deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", IN_PROCESS)
+    deterministic_tools: bool = execution(
+        False, "decoding waits for tools, to repeat to the bit", IN_PROCESS
+    )
 
 
 class ValKwargs(Section):
@@ -88,33 +101,55 @@ class ValKwargs(Section):
 
 
 class RolloutConfig(Section):
-    name: EngineName | None = execution(None, "engine that generates; null: vllm where it and a GPU are there, else hf")
+    name: EngineName | None = execution(
+        None, "engine that generates; null: vllm where it and a GPU are there, else hf"
+    )
     nnodes: Count = execution(1, "nodes of engines' own pool", OWN_POOL)
-    n_gpus_per_node: Count | None = execution(None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node")
+    n_gpus_per_node: Count | None = execution(
+        None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node"
+    )
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it", "generates")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
     top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables", "generates")
     top_k: OffOrCount = key(-1, "top-k for training; -1 disables", "generates")
-    ignore_eos: bool = key(False, "go on to max_response_length beyond an answer's end, to measure speed", "generates")
+    ignore_eos: bool = key(
+        False, "go on to max_response_length beyond an answer's end, to measure speed", "generates"
+    )
     val_kwargs: ValKwargs = key(ValKwargs())
-    dtype: DType | None = key(None, "number format; null: float32 or the learner's in one process, else bfloat16")
-    tensor_model_parallel_size: Count = execution(2, "GPUs that share each layer of one engine", OVER_RAY)
-    gpu_memory_utilization: PositiveShare = execution(0.5, "share of a GPU's memory for weights and KV cache")
+    dtype: DType | None = key(
+        None, "number format; null: float32 or the learner's in one process, else bfloat16"
+    )
+    tensor_model_parallel_size: Count = execution(
+        2, "GPUs that share each layer of one engine", OVER_RAY
+    )
+    gpu_memory_utilization: PositiveShare = execution(
+        0.5, "share of a GPU's memory for weights and KV cache"
+    )
     enforce_eager: bool = execution(False, "run without CUDA graphs")
-    free_cache_engine: bool = execution(True, "give memory back for updates", "actor_rollout_ref.hybrid_engine")
+    free_cache_engine: bool = execution(
+        True, "give memory back for updates", "actor_rollout_ref.hybrid_engine"
+    )
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
-    update_weights_bucket_megabytes: Count = execution(2048, "size in which weights travel to the engine", OVER_RAY)
+    update_weights_bucket_megabytes: Count = execution(
+        2048, "size in which weights travel to the engine", OVER_RAY
+    )
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
-    engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*")
-    agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
+    engine_kwargs: Open = execution(
+        FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*"
+    )
+    agent_loop: AgentLoop | None = key(
+        None, "plays episodes; null: tool agent with multi_turn.enable, else one turn"
+    )
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = execution(True, "learner and engine alternate on the same GPUs; False: own", "needs_engine")
+    hybrid_engine: bool = execution(
+        True, "learner and engine alternate on the same GPUs; False: own", "needs_engine"
+    )
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = key(RefConfig(), used_if=REFERENCE)
@@ -127,10 +162,16 @@ class ActorRolloutRefConfig(Section):
 class JudgeConfig(Section):
     """A generative model behind a URL, which grades answers in place of a classifier."""
 
-    url: str | None = execution(None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores")
+    url: str | None = execution(
+        None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores"
+    )
     model: str | None = key(None, "name of the model there")
-    api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key, if it needs one")
-    template: str | None = files(None, "file of what it reads, with {question}, {response}, {reference}; null: ours")
+    api_key_env: str = bookkeeping(
+        "OPENAI_API_KEY", "environment variable of the server's key, if it needs one"
+    )
+    template: str | None = files(
+        None, "file of what it reads, with {question}, {response}, {reference}; null: ours"
+    )
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
     max_concurrent: Count = execution(32, "requests at a time")
     timeout_s: Positive = execution(120.0, "seconds for a try of a request")
@@ -142,8 +183,12 @@ class ScoringFSDPConfig(Section):
 
 
 class RewardModelModelConfig(Section):
-    path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label")
-    input_tokenizer: str | None = key("policy", "the policy's; null: the model reads the policy's token ids")
+    path: str = key(
+        "~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label"
+    )
+    input_tokenizer: str | None = key(
+        "policy", "the policy's; null: the model reads the policy's token ids"
+    )
     trust_remote_code: bool = execution(False, "run Python code that comes with the model")
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
 
@@ -152,37 +197,61 @@ class SandboxConfig(Section):
     """Where programs that are answers run, if not on a Sandbox Fusion server."""
 
     allow_unisolated: bool = execution(False, "run programs also where nothing isolates them")
-    timeout_s: Positive = execution(10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s")
+    timeout_s: Positive = execution(
+        10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s"
+    )
     memory_limit_mb: Count = key(1024, "MiB that a program may map")
 
 
 class SandboxFusionConfig(Section):
-    url: str | None = execution(None, "a server's address, with /run_code; null: a sandbox on this machine")
+    url: str | None = execution(
+        None, "a server's address, with /run_code; null: a sandbox on this machine"
+    )
     max_concurrent: Count = execution(64, "requests at a time", ".url")
 
 
 class CustomRewardFunctionConfig(Section):
-    path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores")
+    path: str | None = files(
+        None, "file or module of your own scorer; null: the table of reward_scores"
+    )
     name: str = key("compute_score", "the function in that file", ".path")
     reward_kwargs: Open = key(FrozenDict(), "arguments of that function", ".path")
 
 
 class RewardModelConfig(Section):
-    reward_manager: RewardManager = key("naive", "this process (naive), graders (prime, dapo), or with lists (batch)")
-    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
+    reward_manager: RewardManager = key(
+        "naive", "this process (naive), graders (prime, dapo), or with lists (batch)"
+    )
+    num_workers: Count | None = execution(
+        None, "grading processes; null: one a core, at most 4", GRADERS
+    )
     timeout_s: Positive = execution(10.0, "seconds for an answer with its tests", GRADERS)
-    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
-    num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints", "generates")
+    memory_limit_mb: Count | None = execution(
+        1024, "MiB that a grader may map; null: no limit", GRADERS
+    )
+    num_examine: Size = bookkeeping(
+        0, "answers of each data source that a training step prints", "generates"
+    )
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
-    reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}")
-    on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
+    reward_kwargs: Open = key(
+        FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}"
+    )
+    on_error: Literal["zero", "mask", "raise"] = key(
+        "zero", "what becomes of an answer whose scorer failed"
+    )
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
-    weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
+    weight: float = key(
+        0.0, "what the model's number counts beside a rule's score, in the other examples"
+    )
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
-    judge: JudgeConfig = key(JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None")
-    max_length: Count | None = key(None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER)
+    judge: JudgeConfig = key(
+        JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None"
+    )
+    max_length: Count | None = key(
+        None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER
+    )
     forward_max_token_len_per_gpu: Count | None = execution(
         None, "tokens of a pass", CLASSIFIER, follows="critic.ppo_max_token_len_per_gpu"
     )
@@ -206,63 +275,120 @@ class HealthBound(Section):
 
 
 class HealthConfig(Section):
-    """What a step's metrics may be. A run warns beyond a bound; nonfinite ends it, with a checkpoint."""
+    """What a step's metrics may be. A run warns beyond a bound; nonfinite ends it, with a
+    checkpoint."""
 
     nonfinite: HealthBound = key(HealthBound(bound=3), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
-    reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best", "generates")
-    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", "generates")
+    reward_drop: HealthBound = key(
+        HealthBound(), "drop of the mean score below its best", "generates"
+    )
+    reward_window: Count = key(
+        10, "steps over which reward_drop and scorer_errors average", "generates"
+    )
     # null: 1e-4 in float32, else 0.06, and off where it is corrected
-    logp_diff: HealthBound = key(HealthBound(), "mean |engine - learner|; null: by number format", "generates")
-    entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors of entropy + log p of samples", "generates")
+    logp_diff: HealthBound = key(
+        HealthBound(), "mean |engine - learner|; null: by number format", "generates"
+    )
+    entropy_gap: HealthBound = key(
+        HealthBound(bound=6), "standard errors of entropy + log p of samples", "generates"
+    )
     zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
-    scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score", "generates")
+    scorer_errors: HealthBound = key(
+        HealthBound(bound=0.1), "share of answers without a score", "generates"
+    )
 
 
 class TraceConfig(Section):
     """What is recorded of every token of some steps, for ``python -m results.trace``."""
 
-    freq: OffOrCount = key(-1, "steps between records, first and last step included; -1: only trainer.trace.steps")
+    freq: OffOrCount = key(
+        -1, "steps between records, first and last step included; -1: only trainer.trace.steps"
+    )
     steps: tuple[Count, ...] | None = key(None, "record these steps as well")
-    groups: Count = key(2, "groups of a recorded step, beside that of the lowest mean score", ".freq!=-1 | .steps")
+    groups: Count = key(
+        2, "groups of a recorded step, beside that of the lowest mean score", ".freq!=-1 | .steps"
+    )
 
 
 class TrainerConfig(Section):
-    backend: Literal["local", "ray"] = execution("local", "one process, or ranks and engines on the GPUs of nodes")
-    device: Literal["cpu", "cuda"] | None = execution(None, "where models compute; null: cuda if there is one")
+    backend: Literal["local", "ray"] = execution(
+        "local", "one process, or ranks and engines on the GPUs of nodes"
+    )
+    device: Literal["cpu", "cuda"] | None = execution(
+        None, "where models compute; null: cuda if there is one"
+    )
     cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
-    seed: Size = key(1, "decides which examples are drawn, how answers are sampled, and new weights")
+    seed: Size = key(
+        1, "decides which examples are drawn, how answers are sampled, and new weights"
+    )
     nnodes: Count = execution(1, "machines", OVER_RAY)
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
-    total_epochs: Count = execution(30, "passes over the training examples", ".total_training_steps=None")
+    total_epochs: Count = execution(
+        30, "passes over the training examples", ".total_training_steps=None"
+    )
     total_training_steps: Count | None = execution(None, "RL steps; null: those of total_epochs")
     phase_timeout_s: Positive | None = bookkeeping(
-        None, "seconds of a remote phase, after which the run ends; null: 10 x its longest, at least 600", OVER_RAY
+        None,
+        "seconds of a remote phase, after which the run ends; null: 10 x its longest, at least 600",
+        OVER_RAY,
     )
     wait_for_nodes_s: NonNegative = bookkeeping(
         300, "seconds that a start, and each restart, waits until nodes are free", OVER_RAY
     )
-    max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
-    critic_warmup: Size = key(0, "step from which on the policy trains too, not the critic alone", CRITIC)
+    max_restarts: Size = bookkeeping(
+        0, "times a run starts again from its checkpoint after a process died or hung"
+    )
+    critic_warmup: Size = key(
+        0, "step from which on the policy trains too, not the critic alone", CRITIC
+    )
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
-    max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
-    project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")
-    experiment_name: Name | None = bookkeeping(None, "run's name; null: <model>-seed<seed> (core/config/README.md)")
-    reference: str | None = bookkeeping(None, "row of results/references.yaml that it reproduces; null: none")
-    default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
-    logger: tuple[Logger, ...] = bookkeeping(("console", "tensorboard"), "where metrics go besides metrics.jsonl")
-    rollout_data_dir: str | None = bookkeeping(None, "folder or URL for training answers; null: no dump", "generates")
-    validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", "needs_engine")
-    val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
+    max_staleness: Size = key(
+        0, "steps a sample may be old; 1: the next collection overlaps the update"
+    )
+    project_name: Name | None = bookkeeping(
+        None, "project at a logger's service; null: rlrepro-<recipe>"
+    )
+    experiment_name: Name | None = bookkeeping(
+        None, "run's name; null: <model>-seed<seed> (core/config/README.md)"
+    )
+    reference: str | None = bookkeeping(
+        None, "row of results/references.yaml that it reproduces; null: none"
+    )
+    default_local_dir: str | None = bookkeeping(
+        None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>"
+    )
+    logger: tuple[Logger, ...] = bookkeeping(
+        ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
+    )
+    rollout_data_dir: str | None = bookkeeping(
+        None, "folder or URL for training answers; null: no dump", "generates"
+    )
+    validation_data_dir: str | None = bookkeeping(
+        None, "likewise for validation answers", "needs_engine"
+    )
+    val_before_train: bool = bookkeeping(
+        True, "validate the starting model too", "needs_engine & .val_only=False"
+    )
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(
         -1, "steps between validations, one follows the last; -1: never", "data.val_files"
     )
-    save_freq: SaveFrequency = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: that; 0: none")
-    max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
-    resume_mode: ResumeMode = bookkeeping("auto", "from its newest checkpoint, from step 0, or resume_from_path")
-    resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", ".resume_mode=resume_path")
-    resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
+    save_freq: SaveFrequency = bookkeeping(
+        -1, "steps between checkpoints, one follows the last; -1: that; 0: none"
+    )
+    max_actor_ckpt_to_keep: Count | None = bookkeeping(
+        None, "newest checkpoints kept; null: all", ".save_freq!=0"
+    )
+    resume_mode: ResumeMode = bookkeeping(
+        "auto", "from its newest checkpoint, from step 0, or resume_from_path"
+    )
+    resume_from_path: str | None = bookkeeping(
+        None, "folder or URL global_step_N", ".resume_mode=resume_path"
+    )
+    resume_with_changes: bool = bookkeeping(
+        False, "resume also with another base, data or objective; recorded"
+    )
     health: HealthConfig = bookkeeping(HealthConfig())
     trace: TraceConfig = bookkeeping(TraceConfig())
 
@@ -295,26 +421,36 @@ class Config(Section):
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
     critic: CriticConfig = key(CriticConfig(), used_if=CRITIC)
     reward_model: RewardModelConfig = key(RewardModelConfig(), used_if="needs_engine")
-    custom_reward_function: CustomRewardFunctionConfig = key(CustomRewardFunctionConfig(), used_if="needs_engine")
+    custom_reward_function: CustomRewardFunctionConfig = key(
+        CustomRewardFunctionConfig(), used_if="needs_engine"
+    )
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), used_if="generates")
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
 
     # Facts of a recipe, which its subclass may override, by a property that reads keys too
-    generates: ClassVar[bool] = True  # a step collects answers, and does not train on what stands in files
+    # A step collects answers, and does not train on what stands in files
+    generates: ClassVar[bool] = True
     plays_episodes: ClassVar[bool] = False  # the recipe's trainer does, instead of an agent loop
     drops_groups: ClassVar[bool] = False  # a step leaves groups out, so that more prompts are drawn
     needs_engine: ClassVar[bool] = True  # something is answered, in a step or in a validation
-    frozen_models: ClassVar[Mapping[str, FrozenModel]] = {}  # role -> a model whose log-probs the recipe reads
+    # Role -> a model whose log-probs the recipe reads
+    frozen_models: ClassVar[Mapping[str, FrozenModel]] = {}
 
     @property
     def learner_ranks(self) -> int:
-        """The processes that hold the learner: one a GPU over Ray, one in all where the trainer's own process does."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.trainer.backend == "ray" else 1
+        """The processes that hold the learner: one a GPU over Ray, one in all where the trainer's
+        own process does."""
+        return (
+            self.trainer.nnodes * self.trainer.n_gpus_per_node
+            if self.trainer.backend == "ray"
+            else 1
+        )
 
     @property
     def full_precision(self) -> bool:
-        """Return whether engine and learner both compute in float32: they then agree to rounding."""
+        """Return whether engine and learner both compute in float32: they then agree to
+        rounding."""
         part = self.actor_rollout_ref
         return {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
 

@@ -1,7 +1,9 @@
-"""What the schema is written with: types with bounds, fields with a role, sections; building one of a tree; problems.
+"""What the schema is written with: types with bounds, fields with a role, sections; building one of
+a tree; problems.
 
-A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the command line write
-in another form than the type (``1e3`` for a count, one text for a list of one) is brought into it before validation.
+A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the
+command line write in another form than the type (``1e3`` for a count, one text for a list of one)
+is brought into it before validation.
 """
 
 from __future__ import annotations
@@ -80,8 +82,12 @@ CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
 
 def names(*known: str) -> Limit:
-    """Return the limit of a name: one of ``known``, or a user's own function or class by its path."""
-    return Limit(f"one of {', '.join(known)}, or {OWN_CODE}", lambda v: v in known or bool(CODE_PATH.fullmatch(v)))
+    """Return the limit of a name: one of ``known``, or a user's own function or class by its
+    path."""
+    return Limit(
+        f"one of {', '.join(known)}, or {OWN_CODE}",
+        lambda v: v in known or bool(CODE_PATH.fullmatch(v)),
+    )
 
 
 def _is_name(value: str) -> bool:
@@ -97,8 +103,14 @@ def _is_day(value: str) -> bool:
 
 
 def _number_or_text(value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return float(value) if number else value if isinstance(value, str) else refuse("a number or text")
+    number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
+    return (
+        float(value) if number else value if isinstance(value, str) else refuse("a number or text")
+    )
 
 
 def _mapping(value: Any) -> FrozenDict:
@@ -106,14 +118,19 @@ def _mapping(value: Any) -> FrozenDict:
 
 
 MAPPING = "a mapping, as in {name: value}"
-NAME = "a name of at most 200 bytes without /, \\, line breaks, outer spaces, and a dot or a dash in front"
+NAME = (
+    "a name of at most 200 bytes without /, \\, line breaks, outer spaces, and a dot or a dash "
+    "in front"
+)
 Name = Annotated[str, Limit(NAME, _is_name)]  # part of a path, of commands and of services' pages
 Day = Annotated[str, Limit("a date as 2026-01-31", _is_day)]
 Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
 Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
 OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]
 OffOrSize = Annotated[int, Limit("-1 (off) or at least 0", lambda v: v >= -1)]
-_FREQUENCY = Limit("at least -1, or after_each_epoch", lambda v: v == "after_each_epoch" or str(v) != v and v >= -1)
+_FREQUENCY = Limit(
+    "at least -1, or after_each_epoch", lambda v: v == "after_each_epoch" or str(v) != v and v >= -1
+)
 SaveFrequency = Annotated[int | str, _FREQUENCY]
 Positive = Annotated[float, Limit("above 0", lambda v: v > 0)]
 NonNegative = Annotated[float, Limit("at least 0", lambda v: v >= 0)]
@@ -123,30 +140,43 @@ ClipLow = Annotated[float, Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
 _BETAS = Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
 Betas = Annotated[tuple[float, ...], _BETAS]
-NumberOrText = Annotated[object, PlainValidator(_number_or_text)]  # a float, or text that is read later
+# A float, or text that is read later
+NumberOrText = Annotated[object, PlainValidator(_number_or_text)]
 Paths = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
 PathsOrNone = Annotated[tuple[str, ...], Limit("paths, or [] for none", lambda v: all(v))]
 Names = Annotated[tuple[str, ...], Limit("at least one name", lambda v: len(v) > 0 and all(v))]
-Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]  # keys that are another library's, or the user's own
+# Keys that are another library's, or the user's own
+Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
 
 # --- fields ---
 
 # Roles: what a change of a key means for a run that is resumed, or compared with another
-IDENTITY = "identity"  # it decides what is trained, or how it is measured: another value makes another run
+# It decides what is trained, or how it is measured: another value makes another run
+IDENTITY = "identity"
 FILES = "files"  # it names what lies elsewhere: the content counts, whose hash a run records
-EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
-BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
+# Where, how fast and how long: no other objective, but rounding and timing may differ
+EXECUTION = "execution"
+# What is recorded, watched and kept: no number of the run depends on it
+BOOKKEEPING = "bookkeeping"
 
 
-def key(default: Any, text: str = "", used_if: str = "", *, role: str | None = None, follows: str = "") -> Any:
-    """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY.
+def key(
+    default: Any, text: str = "", used_if: str = "", *, role: str | None = None, follows: str = ""
+) -> Any:
+    """Return the field of a key. A role that is not given is that of the section around it, at last
+    IDENTITY.
 
-    ``used_if`` is a condition as ``rules.unmet`` reads it. ``follows`` is the key whose value a null stands for.
+    ``used_if`` is a condition as ``rules.unmet`` reads it. ``follows`` is the key whose value a
+    null stands for.
     """
     marks = {"role": role, "used_if": used_if, "follows": follows}
-    return Field(default, description=f"{text}; null: {follows}" if follows else text, json_schema_extra=marks)
+    return Field(
+        default,
+        description=f"{text}; null: {follows}" if follows else text,
+        json_schema_extra=marks,
+    )
 
 
 files = functools.partial(key, role=FILES)
@@ -155,9 +185,12 @@ bookkeeping = functools.partial(key, role=BOOKKEEPING)
 
 
 class Section(BaseModel):
-    """A section of the configuration; a subclass lists its keys, each with its type and :func:`key`."""
+    """A section of the configuration; a subclass lists its keys, each with its type and
+    :func:`key`."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -202,10 +235,12 @@ def _typed(hint: Any, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if hint is int and value == value // 1:  # 1e3 is a count too
-        return int(value) if abs(value) < 2**63 else refuse("a whole number below 2**63")  # as tensors hold
+        # As tensors hold
+        return int(value) if abs(value) < 2**63 else refuse("a whole number below 2**63")
     if hint is float:
         return float(value) if abs(value) <= sys.float_info.max else refuse("a number")
-    return str(value) if hint is str and isinstance(value, int) else value  # trainer.experiment_name=7
+    # trainer.experiment_name=7
+    return str(value) if hint is str and isinstance(value, int) else value
 
 
 # --- problems, and values as messages show them: in one line, without secrets ---
@@ -226,12 +261,14 @@ class Problem:
 
 
 def show(value: Any, key: str = "") -> str:
-    """Return the value of a key for a message: as one would type it, in one line, without secrets."""
+    """Return the value of a key for a message: as one would type it, in one line, without
+    secrets."""
     return typed(hidden(thaw(value), key))
 
 
 def typed(value: Any) -> str:
-    """Return a value as one would type it on the command line, in one line. Only for what runs: it shows secrets."""
+    """Return a value as one would type it on the command line, in one line. Only for what runs: it
+    shows secrets."""
     value = thaw(value)
     if value is None or isinstance(value, bool | list | dict):
         return one_line(json.dumps(value, default=str, ensure_ascii=False))
@@ -239,7 +276,8 @@ def typed(value: Any) -> str:
 
 
 def brief(text: str) -> str:
-    """Return what was typed for a message: in one line, cut where it is longer than a screen's width."""
+    """Return what was typed for a message: in one line, cut where it is longer than a screen's
+    width."""
     return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
 
 
@@ -249,7 +287,8 @@ UNKNOWN, NO_SECTION = "unknown key", "is a section of the configuration"
 
 
 def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, str]]]:
-    """Return the typed configuration of a tree, and (key, value, rule) of what was refused; that keeps its default."""
+    """Return the typed configuration of a tree, and (key, value, rule) of what was refused; that
+    keeps its default."""
     refused: dict[str, tuple[str, Any, str]] = {}
     while True:
         try:
@@ -260,7 +299,11 @@ def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, s
             must = "must be one of " if one["type"] == "literal_error" else "must be "
             rule = {"extra_forbidden": UNKNOWN, "model_type": NO_SECTION}.get(one["type"])
             rule = rule or one["msg"].replace("Input should be ", must)
-            rule += " (quote what looks like something else: key=\"'1e-6'\")" if one["type"] == "string_type" else ""
+            rule += (
+                " (quote what looks like something else: key=\"'1e-6'\")"
+                if one["type"] == "string_type"
+                else ""
+            )
             value = functools.reduce(lambda node, name: node[name], path, tree)
             refused[".".join(path)] = (".".join(path), value, rule)
         for path in found:
@@ -268,7 +311,8 @@ def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, s
 
 
 def _path(schema: type[Section], loc: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the part of an error's location that names a key: items of lists and the like are left out."""
+    """Return the part of an error's location that names a key: items of lists and the like are left
+    out."""
     depth = 0
     while is_section(schema) and depth < len(loc):
         schema, depth = hints(schema).get(str(loc[depth])), depth + 1

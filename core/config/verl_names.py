@@ -1,8 +1,10 @@
-"""What a key or a value that the schema lacks means here: another version's name, or the nearest key.
+"""What a key or a value that the schema lacks means here: another version's name, or the nearest
+key.
 
-``verl_names.yaml`` has the keys of other versions of verl, a recipe's ``config/verl_keys.yaml`` those of a tree of its
-own; what depends on the rest of a command line is a function here, or in a recipe's ``verl_keys.py``. What has another
-name here is read, what asks for nothing or for what is done anyway is accepted and listed, anything else is refused.
+``verl_names.yaml`` has the keys of other versions of verl, a recipe's ``config/verl_keys.yaml``
+those of a tree of its own; what depends on the rest of a command line is a function here, or in a
+recipe's ``verl_keys.py``. What has another name here is read, what asks for nothing or for what is
+done anyway is accepted and listed, anything else is refused.
 """
 
 from __future__ import annotations
@@ -37,15 +39,20 @@ class Composed:
 
     recipe: str
     schema: type[Config]
-    words: dict[str, Any] = field(default_factory=dict)  # every key of the line, as it was typed, with its value
+    # Every key of the line, as it was typed, with its value
+    words: dict[str, Any] = field(default_factory=dict)
     config: Config = None  # resolved; with ``problems`` a refused value is replaced by its default
     problems: Sequence[Any] = field(default_factory=list)
     warnings: Sequence[str] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict)  # keys that an override set (no recipe's file), values as read
+    # Keys that an override set (no recipe's file), values as read
+    given: dict[str, Any] = field(default_factory=dict)
     typed: frozenset[str] = frozenset()  # those of them that were typed
-    scripted: frozenset[str] = frozenset()  # those that a run script gives, whatever was typed over them
-    read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)  # of another version -> what it means
-    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # overrides that do nothing here -> value, reason
+    # Those that a run script gives, whatever was typed over them
+    scripted: frozenset[str] = frozenset()
+    # Of another version -> what it means
+    read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    # Overrides that do nothing here -> value, reason
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()  # every key that has no effect, from any source
     foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
 
@@ -56,7 +63,8 @@ class Composed:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """What a key or value of another version means: settings here, a reason why it does nothing, or rule and fix."""
+    """What a key or value of another version means: settings here, a reason why it does nothing, or
+    rule and fix."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     unused: str = ""
@@ -70,8 +78,13 @@ def unknown_key(key: str, value: Any, line: Composed) -> Problem:
     if reading and reading.rule:
         return Problem(key, value, reading.rule, reading.fix)
     near = nearest(key, convert.all_keys(line.schema))
-    nothing = "no such key here; if only a fork reads it, leave it out (--help WORD lists the keys with a word)"
-    return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else nothing)
+    nothing = (
+        "no such key here; if only a fork reads it, leave it out (--help WORD lists the "
+        "keys with a word)"
+    )
+    return Problem(
+        key, value, "unknown key", f"the nearest known key is {near}" if near else nothing
+    )
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -107,7 +120,8 @@ def _plain(key: str) -> str:
 
 
 def _ends_almost(key: str, other: str) -> bool:
-    """Return whether the end of ``other`` with as many names as ``key`` is that key but for a letter."""
+    """Return whether the end of ``other`` with as many names as ``key`` is that key but for a
+    letter."""
     end = ".".join(other.split(".")[-key.count(".") - 1 :])
     return end != other and min(len(key), len(end)) > 3 and one_letter_apart(key, end)
 
@@ -138,7 +152,10 @@ def nearest_name(value: str, names: Iterable[str]) -> str | None:
 def read(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
     names, sections = table(line.recipe), convert.sections(line.schema)
-    forms = [key, *(f"*{key.removeprefix(start)}" for start in sections if key.startswith(f"{start}."))]
+    forms = [
+        key,
+        *(f"*{key.removeprefix(start)}" for start in sections if key.startswith(f"{start}.")),
+    ]
     if any(_same(value, one) for form in forms for one in names["asks_nothing"].get(form, ())):
         return Interpretation(unused="ignored: already the behaviour")
     own = recipes.module_of(line.recipe, "verl_keys")
@@ -150,7 +167,9 @@ def read(key: str, value: Any, line: Composed) -> Interpretation | None:
             return Interpretation(settings=settings)
     if target := _target(key, names["same"], line.schema):
         return Interpretation(settings={target: value})
-    if reason := next((names["no_effect"][form] for form in forms if form in names["no_effect"]), None):
+    if reason := next(
+        (names["no_effect"][form] for form in forms if form in names["no_effect"]), None
+    ):
         return Interpretation(unused=reason)
     if key in names["gone"]:
         return Interpretation(rule="is gone", fix=names["gone"][key])
@@ -165,7 +184,11 @@ def read_value(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Return what a value means that the schema refuses for a key of its own, or None."""
     names, given = table(line.recipe), value if isinstance(value, list | tuple) else [value]
     if key == "trainer.logger" and any(str(one) in names["files"] for one in given):
-        return Interpretation(settings={key: list(dict.fromkeys("jsonl" if x in names["files"] else x for x in given))})
+        return Interpretation(
+            settings={
+                key: list(dict.fromkeys("jsonl" if x in names["files"] else x for x in given))
+            }
+        )
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
@@ -185,15 +208,25 @@ def _literals(hint: Any) -> tuple[Any, ...]:
 
 
 def older_defaults(line: Composed) -> list[str]:
-    """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
+    """Return a warning for each default of verl up to 0.3 that differs here and that a line of it
+    relied on."""
     reward, given = "algorithm.use_kl_in_reward", line.words
     marks = [key for key in table()["older"] if key in given]
-    marks += ["algorithm.kl_ctrl.kl_coef"] * ("algorithm.kl_ctrl.kl_coef" in given and reward not in given)
+    marks += ["algorithm.kl_ctrl.kl_coef"] * (
+        "algorithm.kl_ctrl.kl_coef" in given and reward not in given
+    )
     if not marks or line.recipe == "sft":
         return []
-    told = f"this line has {marks[0]}, as lines of those versions have; give the value that is meant"
-    entropy = [f"{ACTOR}.entropy_coeff: 0.001 was verl's default up to 0.3, and it is 0 here; {told}"]
-    kl = [f"{reward}: verl up to 0.3 took a KL off the reward (kl_coef=0.001), and it is off here; {told}"]
+    told = (
+        f"this line has {marks[0]}, as lines of those versions have; give the value that is meant"
+    )
+    entropy = [
+        f"{ACTOR}.entropy_coeff: 0.001 was verl's default up to 0.3, and it is 0 here; {told}"
+    ]
+    kl = [
+        f"{reward}: verl up to 0.3 took a KL off the reward (kl_coef=0.001), and it is off "
+        f"here; {told}"
+    ]
     relied = [] if given.keys() & {reward, f"{ACTOR}.use_kl_loss"} else kl
     return [*([] if f"{ACTOR}.entropy_coeff" in given else entropy), *relied]
 
@@ -203,20 +236,26 @@ def described(recipe: str) -> Iterator[tuple[str, str]]:
     names = table(recipe)
     yield from ((key, f"is read as {target}") for key, target in names["same"].items())
     yield from ((key, f"has no effect: {why}") for key, why in names["no_effect"].items())
-    yield from ((key, f"{rule}; {fix.replace('{key}', key)}") for key, rule, fix in names["refused"])
+    yield from (
+        (key, f"{rule}; {fix.replace('{key}', key)}") for key, rule, fix in names["refused"]
+    )
 
 
 @functools.cache
 def table(recipe: str = "") -> dict[str, Any]:
-    """Return the tables that a recipe's command lines are read with: the common ones and over them its own.
+    """Return the tables that a recipe's command lines are read with: the common ones and over them
+    its own.
 
-    What each table holds is said in ``verl_names.yaml``. ``no_effect`` and ``asks_nothing`` are turned to key ->
-    reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which the first that fits counts.
+    What each table holds is said in ``verl_names.yaml``. ``no_effect`` and ``asks_nothing`` are
+    turned to key -> reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which
+    the first that fits counts.
     """
     own = recipes.folder(recipe) / "verl_keys.yaml"
     tables = [convert.read_table(path) for path in (FILE, own) if path.exists()]
     mappings = ("same", "means", "values", "hints", "gone", "files", "older")
-    joined = {name: {k: v for one in tables for k, v in one.get(name, {}).items()} for name in mappings}
+    joined = {
+        name: {k: v for one in tables for k, v in one.get(name, {}).items()} for name in mappings
+    }
     joined |= {"no_effect": {}, "asks_nothing": {}, "refused": []}
     for one in tables:
         for why, keys in one.get("no_effect", {}).items():
@@ -224,7 +263,11 @@ def table(recipe: str = "") -> dict[str, Any]:
         for value, keys in one.get("asks_nothing", ()):
             for key in flattened(keys):
                 joined["asks_nothing"].setdefault(key, []).append(value)
-        entries = [(key, each["rule"], each["fix"]) for each in one.get("refused", ()) for key in each["keys"]]
+        entries = [
+            (key, each["rule"], each["fix"])
+            for each in one.get("refused", ())
+            for key in each["keys"]
+        ]
         joined["refused"] = entries + joined["refused"]
     return joined
 
@@ -239,10 +282,15 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _target(key: str, same: Mapping[str, str], schema: type[Config]) -> str | None:
-    """Return the key here that another name stands for, or None. ``a.*`` names every key below ``a``."""
+    """Return the key here that another name stands for, or None. ``a.*`` names every key below
+    ``a``."""
     if key in same:
         return same[key]
-    starts = [one.removesuffix("*") for one in same if one.endswith(".*") and key.startswith(one.removesuffix("*"))]
+    starts = [
+        one.removesuffix("*")
+        for one in same
+        if one.endswith(".*") and key.startswith(one.removesuffix("*"))
+    ]
     if not starts:
         return None
     longest = max(starts, key=len)
@@ -261,7 +309,8 @@ def whole_number(value: Any) -> bool:
 
 
 def over_all_ranks(target: str) -> Conversion:
-    """Return the conversion of a micro-batch that counts trajectories over all ranks: verl divides by the ranks."""
+    """Return the conversion of a micro-batch that counts trajectories over all ranks: verl divides
+    by the ranks."""
 
     def per_rank(key: str, value: Any, line: Composed) -> Interpretation | None:
         part = "critic" if key.startswith("critic") else ACTOR
@@ -284,14 +333,17 @@ def sampled_validation(key: str, value: Any, line: Composed) -> Interpretation:
 
 
 def rejection(key: str, value: Any, line: Composed) -> Interpretation | None:
-    """Read verl 0.6.0's way to weigh tokens of another policy: those outside the threshold may be masked."""
+    """Read verl 0.6.0's way to weigh tokens of another policy: those outside the threshold may be
+    masked."""
     if value != "mask":
         return None
     level = line.words.get("algorithm.rollout_is_level", "token")
     upper = line.words.get("algorithm.rollout_is_threshold", 2.0)
     if not line.words.get("algorithm.rollout_is"):
         return Interpretation(unused="read with algorithm.rollout_is=True")
-    return Interpretation(settings={f"{CORRECTION}.rollout_rs": level, f"{CORRECTION}.rollout_rs_threshold": upper})
+    return Interpretation(
+        settings={f"{CORRECTION}.rollout_rs": level, f"{CORRECTION}.rollout_rs_threshold": upper}
+    )
 
 
 MICRO = (f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size")

@@ -1,7 +1,9 @@
-"""Seeds by hashing, and ordinal -> example as a pure function: epoch by epoch, each in an order of its own.
+"""Seeds by hashing, and ordinal -> example as a pure function: epoch by epoch, each in an order of
+its own.
 
-There is no loader state: what a run needs to go on is the next ordinal. Consecutive seeds are never handed out, because
-engines expand a seed ``s`` into ``s``, ``s + 1``, ..., so that neighbours would share samples.
+There is no loader state: what a run needs to go on is the next ordinal. Consecutive seeds are never
+handed out, because engines expand a seed ``s`` into ``s``, ``s + 1``, ..., so that neighbours would
+share samples.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ SEED_BITS = 63  # non-negative in every signed 64-bit seed (torch, numpy, vLLM)
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """Return a seed in ``[0, 2**63)`` for this purpose and these numbers (of any size, negative ones too)."""
+    """Return a seed in ``[0, 2**63)`` for this purpose and these numbers (of any size, negative
+    ones too)."""
     text = ",".join([purpose, *(str(int(number)) for number in numbers)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
@@ -33,17 +36,19 @@ def sampling_seed(run_seed: int, ordinal: int, sample_index: int, turn: int = 0)
 def permutation(size: int, *key: int) -> np.ndarray:
     """Return a permutation of ``range(size)`` that depends on nothing but its arguments.
 
-    It sorts the raw PCG64 stream, which numpy promises to keep, and not ``Generator.permutation``, which it may
-    change: a run that is resumed under another numpy sees the same order.
+    It sorts the raw PCG64 stream, which numpy promises to keep, and not ``Generator.permutation``,
+    which it may change: a run that is resumed under another numpy sees the same order.
     """
     keys = np.random.PCG64(derive_seed("order", *key)).random_raw(size)
     return np.argsort(keys, kind="stable")
 
 
 class DrawOrder:
-    """The example that each ordinal draws, of ``length`` ones, which ``shuffle`` permutes anew each epoch.
+    """The example that each ordinal draws, of ``length`` ones, which ``shuffle`` permutes anew each
+    epoch.
 
-    An epoch's tail runs on into the next epoch, so that a batch may span two of them and no example is left out.
+    An epoch's tail runs on into the next epoch, so that a batch may span two of them and no example
+    is left out.
     """
 
     def __init__(self, length: int, seed: int, shuffle: bool = True):

@@ -1,4 +1,5 @@
-"""Values of examples that JSON lacks, in a form that it can hold: parquet also holds bytes, dates and decimals.
+"""Values of examples that JSON lacks, in a form that it can hold: parquet also holds bytes, dates
+and decimals.
 
 What scores recorded answers has to get the ground truth that training gives. Text that only looks
 like a date stays text. Names of code are not restored, only the values that are listed here.
@@ -16,7 +17,8 @@ KIND, TEXT = "value of kind", "as"  # keys of the object that stands for such a 
 
 
 def to_json(value: Any) -> Any:
-    """Return a value with an object of KIND and TEXT in place of each part that JSON cannot hold."""
+    """Return a value with an object of KIND and TEXT in place of each part that JSON cannot
+    hold."""
     if isinstance(value, Mapping):
         return {name: to_json(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -1,12 +1,15 @@
-"""Examples of the one data schema (verl's), read from parquet or JSON lines: a line of a file each, checked.
+"""Examples of the one data schema (verl's), read from parquet or JSON lines: a line of a file each,
+checked.
 
-=============  ==========================================================================================
+=============
+==========================================================================================
 data_source    which scorer scores the answer (the column that ``data.reward_fn_key`` names)
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 images         optional: the prompt's pictures, a list (``data.image_key``)
-=============  ==========================================================================================
+=============
+==========================================================================================
 
 A parquet file stays a columnar Arrow table and JSON lines stay bytes; an example becomes Python
 objects when it is drawn. Lines are parsed one by one, without types for a column: every value is
@@ -36,7 +39,10 @@ from core.vision.pictures import MediaError, StoredPicture, stored_picture
 
 log = logging.getLogger(__name__)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
-MAKE_ONE = "python -m data_preprocess.gsm8k writes one, and pandas.read_csv(...).to_parquet(...) converts a table"
+MAKE_ONE = (
+    "python -m data_preprocess.gsm8k writes one, and pandas.read_csv(...).to_parquet(...) "
+    "converts a table"
+)
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files that hold an example a line
 LINE_RULE = "a line is not one JSON object in UTF-8"
 LINE_FIX = "mend the line, write one object a line, or convert the file to UTF-8"
@@ -51,7 +57,9 @@ class Problems:
     found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     shown: int = 10
 
-    def add(self, where: str, rule: str, fix: str, row: int | str | None = None, value: str = "") -> None:
+    def add(
+        self, where: str, rule: str, fix: str, row: int | str | None = None, value: str = ""
+    ) -> None:
         """Add one. ``where`` is a file or a key; rows that break the same rule share a line."""
         entries = self.found.setdefault((where, rule, fix), [])
         if row is not None:
@@ -62,7 +70,9 @@ class Problems:
         for (where, rule, fix), rows in self.found.items():
             more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
             noun = "row" if len(rows) == 1 else "rows"
-            which = f" in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more})" if rows else ""
+            which = (
+                f" in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more})" if rows else ""
+            )
             lines.append(f"{where}: {rule}{which}; {fix}")
         return lines
 
@@ -106,7 +116,8 @@ class Example:
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash of 16 hexadecimal digits of the question's content: source, prompt and ground truth."""
+        """A hash of 16 hexadecimal digits of the question's content: source, prompt and ground
+        truth."""
         return _hash([self.data_source, self.prompt_hash, self.ground_truth])
 
     @property
@@ -116,11 +127,14 @@ class Example:
 
 
 def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8
+    ).hexdigest()
 
 
 class ExampleFile:
-    """The examples of one file, a path or a URL. The keys are the columns that the ``data`` section names.
+    """The examples of one file, a path or a URL. The keys are the columns that the ``data`` section
+    names.
 
     Raises InputError when it is missing, empty, not readable, or lacks a column.
     """
@@ -312,8 +326,11 @@ def _check_columns(where: str, required: Mapping[str, str], names: Collection[st
         raise InputError([f"{where}: {rule}: rename a column or set the key"])
 
 
-def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what breaks the schema, at most one finding a column: the rule, the fix, the value that breaks it."""
+def _findings(
+    raw: Mapping[str, Any], prompt_key: str, source_key: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what breaks the schema, at most one finding a column: the rule, the fix, the value that
+    breaks it."""
     source, reward, extra = raw.get(source_key), raw.get("reward_model"), raw.get("extra_info")
     if not isinstance(source, str) or not source:
         rule = f"{source_key} must be a non-empty string"
@@ -328,7 +345,11 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
         rule = "reward_model.ground_truth must be given where the style is not 'model'"
         yield rule, "fill it or leave the row out", f"style {style!r}"
     if extra is not None and not isinstance(extra, dict):
-        yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
+        yield (
+            "extra_info must be a struct",
+            "make it one, or leave the column out",
+            type(extra).__name__,
+        )
 
 
 def _prompt_finding(value: Any) -> tuple[str, str] | None:
@@ -339,7 +360,10 @@ def _prompt_finding(value: Any) -> tuple[str, str] | None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return "must hold messages with role and content", repr(message)[:60]
-        content, called = message.get("content"), message["role"] == "assistant" and message.get("tool_calls")
+        content, called = (
+            message.get("content"),
+            message["role"] == "assistant" and message.get("tool_calls"),
+        )
         if not isinstance(content, str) and not (called and content is None):
             return "must hold text, with <image> for a picture", type(content).__name__
     if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(?:role|content)"\s*:', value):

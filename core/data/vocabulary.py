@@ -1,7 +1,9 @@
-"""What a tokenizer knows: its ids, the ids that end a turn, and what its chat template writes around messages.
+"""What a tokenizer knows: its ids, the ids that end a turn, and what its chat template writes
+around messages.
 
-Engines, episodes, learners and data all read it here, so that what ends a turn or may be sampled is decided once. A
-short conversation is rendered with marks in place of texts: what stands between the marks is the frame of a reply.
+Engines, episodes, learners and data all read it here, so that what ends a turn or may be sampled is
+decided once. A short conversation is rendered with marks in place of texts: what stands between the
+marks is the frame of a reply.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ REPLACEMENT = "\ufffd"
 
 
 def writable(text: str) -> str:
-    """Return the text with the replacement character for each half of a surrogate pair and each NUL.
+    """Return the text with the replacement character for each half of a surrogate pair and each
+    NUL.
 
-    No tokenizer takes half a pair and no file holds one; a NUL ends the text in what reads C strings.
+    No tokenizer takes half a pair and no file holds one; a NUL ends the text in what reads C
+    strings.
     """
     return re.sub("[\ud800-\udfff\x00]", REPLACEMENT, text)
 
@@ -43,7 +47,8 @@ def known_ids(tokenizer: Any) -> np.ndarray | None:
 
 
 def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
-    """Return the ids below ``size`` that are not ``known`` (of :func:`known_ids`), [unknown] int64."""
+    """Return the ids below ``size`` that are not ``known`` (of :func:`known_ids`), [unknown]
+    int64."""
     if known is None:
         return np.zeros(0, np.int64)
     unknown = np.ones(size, np.bool_)
@@ -52,16 +57,22 @@ def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
 
 
 def end_ids(tokenizer: Any, generation: Any = None) -> frozenset[int]:
-    """Return the ids that end a turn: the tokenizer's end of sequence, those of the model's generation config
-    (``generation``, which may have several), and what the chat template writes behind an assistant's message.
+    """Return the ids that end a turn: the tokenizer's end of sequence, those of the model's
+    generation config (``generation``, which may have several), and what the chat template writes
+    behind an assistant's message.
     """
     named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
     lists = [ids if isinstance(ids, (list, tuple)) else [ids] for ids in named]
-    return frozenset(int(i) for ids in [*lists, template_ends(tokenizer).values()] for i in ids if i is not None)
+    return frozenset(
+        int(i) for ids in [*lists, template_ends(tokenizer).values()] for i in ids if i is not None
+    )
 
 
-def template_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the token, with its id, by which the chat template ends a last message of the assistant; {} without."""
+def template_ends(
+    tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> dict[str, int]:
+    """Return the token, with its id, by which the chat template ends a last message of the
+    assistant; {} without."""
     kwargs = {**(template_kwargs or {}), "add_generation_prompt": False}
     if not has_template(tokenizer, kwargs):
         return {}
@@ -80,7 +91,10 @@ def has_template(tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def whole_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the tokens that no text is split into: special and added ones."""
-    added = {str(token): number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    added = {
+        str(token): number
+        for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+    }
     return {token: number for token, number in added.items() if token.strip()}
 
 
@@ -111,7 +125,8 @@ def clock_arguments(day: str | None) -> dict[str, Any]:
 
 
 def policy_template(data: Any, tokenizer: Any) -> Any:
-    """Return the chat template of the policy: that of the ``data`` section, else the tokenizer's."""
+    """Return the chat template of the policy: that of the ``data`` section, else the
+    tokenizer's."""
     template = data.apply_chat_template_kwargs.get("chat_template")
     return template or getattr(tokenizer, "chat_template", None)
 
@@ -175,7 +190,8 @@ def _read_call(call: Any) -> Any:
 
 
 def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
-    """Return what the template writes behind an assistant's text that these messages follow. Raises ChatError."""
+    """Return what the template writes behind an assistant's text that these messages follow. Raises
+    ChatError."""
     until_assistant = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
     _, mark, after = render([*until_assistant, *messages], **arguments).partition(MARK)
     if not mark:

@@ -1,7 +1,8 @@
 """The in-process engine: a transformers model, decoded by our own loop.
 
-Every sequence that is computed is one that still grows. A prompt is prefilled once for all its rows, but for its last
-token, which is the first input of each of them, so that the first token is drawn like every other one.
+Every sequence that is computed is one that still grows. A prompt is prefilled once for all its
+rows, but for its last token, which is the first input of each of them, so that the first token is
+drawn like every other one.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ ATTENTION = "rows_in_places"  # the name under which transformers finds attend
 
 
 class HFEngine(InProcessEngine):
-    """Satisfies :class:`core.engines.RolloutEngine` for causal language models that attend to all former tokens.
+    """Satisfies :class:`core.engines.RolloutEngine` for causal language models that attend to all
+    former tokens.
 
-    ``model`` becomes the engine's own; ``dtype`` of the weights is the model's by default. At most ``max_batch_rows``
-    samples decode at once, their keys and values fill at most ``cache_gib`` GiB, and a prefill sends about
-    ``max_prefill_tokens`` through the model at once; the rest waits in the order of arrival. Place ``i`` of the cache
-    is ``rows[i]``'s. Raises InputError for a model that it cannot run.
+    ``model`` becomes the engine's own; ``dtype`` of the weights is the model's by default. At most
+    ``max_batch_rows`` samples decode at once, their keys and values fill at most ``cache_gib`` GiB,
+    and a prefill sends about ``max_prefill_tokens`` through the model at once; the rest waits in
+    the order of arrival. Place ``i`` of the cache is ``rows[i]``'s. Raises InputError for a model
+    that it cannot run.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class HFEngine(InProcessEngine):
         self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
         self.rows: list[Row] = []
         self.never_drawn = torch.from_numpy(self.unknown).to(self.device)
-        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps
+        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows
+        # of all steps
         self.prefill_tokens = self.row_steps = 0
 
     def _begin(self, request: SampleRequest) -> Row:
@@ -73,7 +77,8 @@ class HFEngine(InProcessEngine):
         return self.rows
 
     def _room(self) -> int:
-        """Return how many of those that wait, in their order, may join now without ever exceeding the limits."""
+        """Return how many of those that wait, in their order, may join now without ever exceeding
+        the limits."""
         columns = max((_columns(row.request) for row in self.rows), default=0)
         for joining, row in enumerate(self._waiting):
             count, columns = len(self.rows) + joining + 1, max(columns, _columns(row.request))
@@ -83,7 +88,8 @@ class HFEngine(InProcessEngine):
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Add the rows that have room, with one prefill for all that share a prompt; none for one in decoding."""
+        """Add the rows that have room, with one prefill for all that share a prompt; none for one
+        in decoding."""
         if not (count := self._room()):
             return
         joining, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -99,7 +105,8 @@ class HFEngine(InProcessEngine):
         columns = max(_columns(row.request) for row in self.rows)
         if len(self.rows) > self.cache.places or columns > self.cache.columns:
             self.cache.reserve(_with_spare(len(self.rows)), columns)
-        each = max(1, self.max_prefill_tokens // max(1, *map(_stored, self.rows)))  # prompts in a pass
+        # Prompts in a pass
+        each = max(1, self.max_prefill_tokens // max(1, *map(_stored, self.rows)))
         for at in range(0, len(fresh), each):
             self._prefill(begin + at, fresh[at : at + each])
         origin = [place[_prompt(row)] for row in sharing]
@@ -108,10 +115,12 @@ class HFEngine(InProcessEngine):
             row.offset = self.rows[number].offset
 
     def _prefill(self, begin: int, rows: Sequence[Row]) -> None:
-        """Compute the prompts of these rows, but for their last tokens, in the places from ``begin`` on."""
+        """Compute the prompts of these rows, but for their last tokens, in the places from
+        ``begin`` on."""
         if not (width := max(map(_stored, rows))):
             return
-        # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
+        # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is
+        # needed.
         prompts = [row.request.prompt_ids for row in rows]
         padded = [(*prompt[:-1], *prompt[:1] * (width - len(prompt) + 1)) for prompt in prompts]
         input_ids = torch.tensor(padded, device=self.device)
@@ -120,8 +129,18 @@ class HFEngine(InProcessEngine):
             last_N = torch.tensor([_stored(row) - 1 for row in rows], device=self.device)
             for row, offset in zip(rows, media.position_offset(last_N).tolist(), strict=True):
                 row.offset = offset
-        position_ids, cache = torch.arange(width, device=self.device)[None], self.cache.prefill(begin)
-        run_body(self.model, input_ids, media, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        position_ids, cache = (
+            torch.arange(width, device=self.device)[None],
+            self.cache.prefill(begin),
+        )
+        run_body(
+            self.model,
+            input_ids,
+            media,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
         self.prefill_tokens += sum(map(_stored, rows))
 
     @torch.inference_mode()
@@ -143,7 +162,9 @@ class HFEngine(InProcessEngine):
     def _forward(self) -> Tensor:
         """Return the logits of each row's next token, [N, V]."""
         tokens = [(row.ids or row.request.prompt_ids)[-1] for row in self.rows]
-        column_N = torch.tensor([_stored(row) + len(row.ids) for row in self.rows], device=self.device)
+        column_N = torch.tensor(
+            [_stored(row) + len(row.ids) for row in self.rows], device=self.device
+        )
         offset_N = torch.tensor([row.offset for row in self.rows], device=self.device)
         cache = self.cache.decode(column_N)
         return self.model(
@@ -183,13 +204,20 @@ class HFEngine(InProcessEngine):
             own[weight.names[0]].copy_(value)
 
     def _finish(self) -> list[Proof]:
-        return [Proof(tuple(self._received), {name: checksum(one) for name, one in self.model.named_parameters()})]
+        return [
+            Proof(
+                tuple(self._received),
+                {name: checksum(one) for name, one in self.model.named_parameters()},
+            )
+        ]
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         ids = torch.tensor([token_ids], device=self.device)
-        logprob_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        logprob_TV = (
+            self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        )
         return logprob_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
     def _free(self) -> None:
@@ -216,11 +244,12 @@ def _with_spare(rows: int) -> int:
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Prepare for inference: no dropout, no gradients, our attention. Raises InputError for a model without it, and for
-    one with eager attention, which it may need (soft-capped scores, sinks)."""
+    """Prepare for inference: no dropout, no gradients, our attention. Raises InputError for a model
+    without it, and for one with eager attention, which it may need (soft-capped scores, sinks)."""
     model = model.eval().requires_grad_(False)
     if dtype is not None:
-        for parameter in model.parameters():  # not the buffers: rotary frequencies lose their precision in bf16
+        # Not the buffers: rotary frequencies lose their precision in bf16
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if model.config._attn_implementation != "eager":
         model.set_attn_implementation(ATTENTION)
@@ -231,38 +260,55 @@ def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> HFEngine:
-    """Make the engine; ``rollout.engine_kwargs.hf.*`` are keyword arguments of :class:`HFEngine`."""
+    """Make the engine; ``rollout.engine_kwargs.hf.*`` are keyword arguments of
+    :class:`HFEngine`."""
     rollout = config.actor_rollout_ref.rollout
-    options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
+    options = {
+        "max_batch_rows": rollout.max_num_seqs,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
+    }
     options |= rollout.engine_kwargs.get("hf") or {}
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    policy = model() if model is not None else load_policy(config.actor_rollout_ref.model, dtype).to(device)
+    policy = (
+        model()
+        if model is not None
+        else load_policy(config.actor_rollout_ref.model, dtype).to(device)
+    )
     return HFEngine(policy, tokenizer, dtype=dtype, **options)
 
 
-# -- keys and values ---------------------------------------------------------------------------------
+# -- keys and values
+# ---------------------------------------------------------------------------------
 
 
 class RowCache(Cache):
-    """``past_key_values`` of a transformers model: a layer has keys and values ``[places, heads, columns, dim]``.
+    """``past_key_values`` of a transformers model: a layer has keys and values ``[places, heads,
+    columns, dim]``.
 
-    A row has a place, whose column ``t`` is the token at position ``t``. All is written in place, nothing is padded on
-    the left, and a row that ends is replaced by copying the last one. Raises InputError for a model that stores
-    something other than keys and values of all its tokens.
+    A row has a place, whose column ``t`` is the token at position ``t``. All is written in place,
+    nothing is padded on the left, and a row that ends is replaced by copying the last one. Raises
+    InputError for a model that stores something other than keys and values of all its tokens.
     """
 
     def __init__(self, model: Any):
         seen = DynamicCache(config=model.config)  # one token through the model shows what it stores
         with torch.inference_mode():
             one = torch.ones(1, 1, dtype=torch.long, device=model.device)
-            model.base_model(input_ids=one, attention_mask=one, past_key_values=seen, use_cache=True)
+            model.base_model(
+                input_ids=one, attention_mask=one, past_key_values=seen, use_cache=True
+            )
         super().__init__(layers=[])
         for layer in seen.layers:
             if getattr(layer, "keys", None) is None or getattr(layer, "is_sliding", False):
-                rule = f"cannot run {type(model).__name__}, whose {type(layer).__name__} forgets or mixes tokens"
+                rule = (
+                    f"cannot run {type(model).__name__}, whose {type(layer).__name__} forgets "
+                    f"or mixes tokens"
+                )
                 raise InputError(f"actor_rollout_ref.rollout.name=hf: {rule}; use vllm")
         self.empty = [(layer.keys[:0], layer.values[:0]) for layer in seen.layers]
-        self.bytes_per_token = sum(tensor.nbytes for layer in seen.layers for tensor in (layer.keys, layer.values))
+        self.bytes_per_token = sum(
+            tensor.nbytes for layer in seen.layers for tensor in (layer.keys, layer.values)
+        )
         self.free()
 
     def free(self) -> None:
@@ -290,7 +336,8 @@ class RowCache(Cache):
         return self
 
     def decode(self, position_N: Tensor) -> RowCache:
-        """Let the next pass, over one token of each row, write it at its position and read what stands up to there."""
+        """Let the next pass, over one token of each row, write it at its position and read what
+        stands up to there."""
         self.position_N, self.seen = position_N, int(position_N.max()) + 1
         self.place_N = torch.arange(len(position_N), device=position_N.device)
         return self
@@ -301,7 +348,9 @@ class RowCache(Cache):
         column = torch.arange(self.seen, device=self.position_N.device)
         return (column <= self.position_N[:, None])[:, None, None]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ):
         """Store new keys and values, and return those that the pass attends to."""
         new, stores = (key_states, value_states), self.stores[layer_idx]
         if self.position_N is None:
@@ -319,9 +368,16 @@ class RowCache(Cache):
         return self.get_seq_length() + query_length, 0
 
 
-def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
-    """Attend as transformers' ``sdpa``; with one new token a row the query heads that share a head of keys go as
-    several tokens, and it is read once.
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+):
+    """Attend as transformers' ``sdpa``; with one new token a row the query heads that share a head
+    of keys go as several tokens, and it is read once.
 
     Shapes:
         query       [N, heads, 1, dim]
@@ -332,10 +388,13 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     if tokens > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     query = query.reshape(rows, key.shape[1], -1, query.shape[-1])
-    if query.dtype == torch.float32:  # where nothing is rounded, two products are up to three times as fast on a CPU
+    # Where nothing is rounded, two products are up to three times as fast on a CPU
+    if query.dtype == torch.float32:
         scores = (query * kwargs["scaling"] @ key.mT).masked_fill_(~attention_mask, -math.inf)
         return (scores.softmax(-1) @ value).reshape(rows, 1, heads, -1), None
-    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs["scaling"])
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=kwargs["scaling"]
+    )
     return output.reshape(rows, 1, heads, -1), None
 
 

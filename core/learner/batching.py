@@ -1,6 +1,7 @@
 """From groups to tensors, and from a batch to the pieces that memory allows.
 
-Which sequences make an optimizer step, and each token's weight in it, is decided here once, before memory splits it.
+Which sequences make an optimizer step, and each token's weight in it, is decided here once, before
+memory splits it.
 """
 
 from __future__ import annotations
@@ -25,26 +26,36 @@ if TYPE_CHECKING:
 SHUFFLE_SEED = 42  # of a step's trajectories, as verl's data_loader_seed
 
 
-def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True) -> TrainBatch:
-    """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups, without padding.
+def make_batch(
+    groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True
+) -> TrainBatch:
+    """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups, without
+    padding.
 
-    A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
-    answer that could not be graded is out of its group's statistics too; one that was cut short is not.
-    Where the greedy answer could not be graded its group has no baseline, and all of it is left out.
-    Without ``state_masking`` what tools wrote is trained on as if the policy had written it: Search-R1's ablation.
+    A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every
+    denominator. An answer that could not be graded is out of its group's statistics too; one that
+    was cut short is not. Where the greedy answer could not be graded its group has no baseline, and
+    all of it is left out. Without ``state_masking`` what tools wrote is trained on as if the policy
+    had written it: Search-R1's ablation.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
 
     def flat(of_response: Callable[[Trajectory], Any], dtype: type) -> Tensor:
         """Return [N]: the values of each response behind a zero for each token of its prompt."""
-        parts = (part for t in trajectories for part in (np.zeros(len(t.prompt_ids)), of_response(t)))
+        parts = (
+            part for t in trajectories for part in (np.zeros(len(t.prompt_ids)), of_response(t))
+        )
         return torch.from_numpy(np.concatenate([*parts], dtype=dtype, casting="unsafe"))
 
     lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
-    ids = np.concatenate([part for t in trajectories for part in (t.prompt_ids, t.response_ids)], dtype=np.int32)
+    ids = np.concatenate(
+        [part for t in trajectories for part in (t.prompt_ids, t.response_ids)], dtype=np.int32
+    )
     sampled = flat(lambda t: t.response_mask, np.bool_)
-    response_mask = sampled if state_masking else flat(lambda t: np.ones(len(t.response_ids)), np.bool_)
+    response_mask = (
+        sampled if state_masking else flat(lambda t: np.ones(len(t.response_ids)), np.bool_)
+    )
     sizes = torch.tensor([len(group) for group in groups])
     no_baseline = [group.baseline is not None and group.baseline.left_out for group in groups]
     errored = torch.tensor([score.left_out for score in scores])
@@ -52,8 +63,12 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     live = torch.tensor([not score.masked for score in scores]) & ~errored
     baseline = None
     if all(group.baseline is not None for group in groups):
-        baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
-    media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
+        baseline = torch.tensor(
+            [g.baseline.value for g in groups], dtype=torch.float32
+        ).repeat_interleave(sizes)
+    media = {
+        number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media
+    }
     return TrainBatch(lengths, pad_id, media).adding(
         input_ids=torch.from_numpy(ids),
         response_mask=response_mask,
@@ -67,15 +82,18 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     )
 
 
-# -- optimizer steps ---------------------------------------------------------------------------------
+# -- optimizer steps
+# ---------------------------------------------------------------------------------
 
 
 def mini_batching(
     part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
 ) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
-    """Return a function that yields the mini-batches of a batch, as a section of the configuration cuts it.
+    """Return a function that yields the mini-batches of a batch, as a section of the configuration
+    cuts it.
 
-    A policy loss that treats tokens apart has ``selected`` them, by the old log-probs or the engine's in their place.
+    A policy loss that treats tokens apart has ``selected`` them, by the old log-probs or the
+    engine's in their place.
     """
     entry = registry.policy_loss(loss_mode)
     mode = entry.aggregation or part.loss_agg_mode
@@ -109,25 +127,35 @@ def mini_batches(
     scale_factor: float,
     shuffle_seed: int | None = None,
 ) -> Iterator[TrainBatch]:
-    """Yield the mini-batches, each of which one optimizer step trains on, with their ``loss_weight``.
+    """Yield the mini-batches, each of which one optimizer step trains on, with their
+    ``loss_weight``.
 
-    ``prompts`` whole groups make one (verl's ``ppo_mini_batch_size``), the last one perhaps fewer, in the order of the
-    batch or, with ``shuffle_seed``, shuffled anew in every epoch. ``scale_factor`` is seq-mean-token-sum-norm's.
+    ``prompts`` whole groups make one (verl's ``ppo_mini_batch_size``), the last one perhaps fewer,
+    in the order of the batch or, with ``shuffle_seed``, shuffled anew in every epoch.
+    ``scale_factor`` is seq-mean-token-sum-norm's.
     """
     n_groups = int(batch.group.max()) + 1
     for epoch in range(epochs):
-        order = np.arange(n_groups) if shuffle_seed is None else permutation(n_groups, shuffle_seed, epoch)
+        order = (
+            np.arange(n_groups)
+            if shuffle_seed is None
+            else permutation(n_groups, shuffle_seed, epoch)
+        )
         for start in range(0, n_groups, prompts):
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
             part = batch.rows(chosen.nonzero()[:, 0])
-            weights = loss_weights(part.loss_mask, part.lengths, agg_mode, scale_factor=scale_factor)
+            weights = loss_weights(
+                part.loss_mask, part.lengths, agg_mode, scale_factor=scale_factor
+            )
             yield part.adding(loss_weight=weights)
 
 
 def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
-    """Return [B] bool: the sequences that can move a weight; leaving the others out keeps the objective.
+    """Return [B] bool: the sequences that can move a weight; leaving the others out keeps the
+    objective.
 
-    One without weight moves nothing, nor does one whose advantages are all zero where no other term trains.
+    One without weight moves nothing, nor does one whose advantages are all zero where no other term
+    trains.
     """
     contributes = count_by_sequence(batch.loss_weight != 0, batch.lengths) > 0
     if only_advantages_train:
@@ -135,24 +163,31 @@ def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) ->
     return contributes
 
 
-def split_zero_gradient(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
-    """Return the sequences that can move a weight, and those whose gradient is zero; either may be empty."""
+def split_zero_gradient(
+    batch: TrainBatch, *, only_advantages_train: bool
+) -> tuple[TrainBatch, TrainBatch]:
+    """Return the sequences that can move a weight, and those whose gradient is zero; either may be
+    empty."""
     contributes = contributing_sequences(batch, only_advantages_train=only_advantages_train)
     return batch.rows(contributes.nonzero()[:, 0]), batch.rows((~contributes).nonzero()[:, 0])
 
 
-# -- what ranks and memory make of a step ------------------------------------------------------------
+# -- what ranks and memory make of a step
+# ------------------------------------------------------------
 
 
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
-    """Return each rank's sequences, ascending: about equally many tokens, and equally many sequences (or one less).
+    """Return each rank's sequences, ascending: about equally many tokens, and equally many
+    sequences (or one less).
 
     The longest sequence that is left goes to the rank with the fewest tokens among those with room.
     """
     room, tokens = -(-len(lengths_B) // ranks), [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        rank = min((rank for rank in range(ranks) if len(shares[rank]) < room), key=tokens.__getitem__)
+        rank = min(
+            (rank for rank in range(ranks) if len(shares[rank]) < room), key=tokens.__getitem__
+        )
         shares[rank].append(index)
         tokens[rank] += int(lengths_B[index])
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
@@ -161,9 +196,11 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 def micro_batches(
     batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences, the longest first.
+    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences, the
+    longest first.
 
-    First-fit decreasing (Johnson 1973). Raises ValueError for a sequence that alone is over the budget of tokens.
+    First-fit decreasing (Johnson 1973). Raises ValueError for a sequence that alone is over the
+    budget of tokens.
     """
     lengths = batch.lengths.tolist() if max_tokens is not None else [1] * len(batch)
     size = max_sequences or len(batch) if max_tokens is None else max_tokens
@@ -171,9 +208,13 @@ def micro_batches(
     room: list[int] = []  # of each piece, in tokens or sequences
     for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
         if lengths[index] > size:
-            rule = f"a sequence of {lengths[index]} tokens is longer than the token budget of {size}"
+            rule = (
+                f"a sequence of {lengths[index]} tokens is longer than the token budget of {size}"
+            )
             raise ValueError(f"{rule}: raise ppo_max_token_len_per_gpu")
-        place = next((number for number, left in enumerate(room) if left >= lengths[index]), len(room))
+        place = next(
+            (number for number, left in enumerate(room) if left >= lengths[index]), len(room)
+        )
         if place == len(room):
             pieces.append([])
             room.append(size)

@@ -1,6 +1,8 @@
-"""The models that a step reads and trains: the policy, the critic, and frozen ones such as the reference.
+"""The models that a step reads and trains: the policy, the critic, and frozen ones such as the
+reference.
 
-A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; micro-batches add up partial sums.
+A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; micro-batches add up
+partial sums.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.training_keys import ActorConfig, CriticConfig, Sharing
 
-PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
+# What a pass for log-probs or values reads of a batch
+PASS_READS = ("input_ids", "response_mask", "group")
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
-    """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
+    """Return the fields that the policy's update reads of a batch; no others are sent to a learner
+    rank."""
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
@@ -56,7 +60,8 @@ def only_advantages_train(config: ActorConfig) -> bool:
 class Stepper:
     """AdamW with clipping; a non-finite gradient norm skips the step and is counted.
 
-    A step in which no sequence trains has gradients of zero, as in verl: momentum and weight decay move the weights.
+    A step in which no sequence trains has gradients of zero, as in verl: momentum and weight decay
+    move the weights.
     """
 
     def __init__(self, trained: LearnerModel, config: ActorConfig | CriticConfig):
@@ -73,22 +78,26 @@ class Stepper:
         )
 
     def check_weights(self, name: str) -> None:
-        """Raise UnhealthyRun where an update has left weights that are not finite. All ranks find the same."""
+        """Raise UnhealthyRun where an update has left weights that are not finite. All ranks find
+        the same."""
         norm = torch.nn.utils.get_total_norm([each.detach() for each in self.parameters])
         if not math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)):
             section = "actor_rollout_ref.actor" if name == "actor" else name
             raise UnhealthyRun(
-                f"{section}.optim.lr={self.base_lr:g}: an update has left weights that are not finite; lower it or "
+                f"{section}.optim.lr={self.base_lr:g}: an update has left weights that are not "
+                f"finite; lower it or "
                 f"{section}.grad_clip={self.grad_clip:g}"
             )
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
-        """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
+        """Clip, step and clear the gradients. Return the norm before clipping and whether it
+        stepped."""
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
+        # sharded: of all ranks
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         finite = math.isfinite(norm)
         if finite:
             for group in self.optimizer.param_groups:
@@ -106,9 +115,11 @@ class Stepper:
         name: str,
         losses: Sequence[str],
     ) -> dict[str, float]:
-        """Take one step for each batch of ``steps``, with the gradients that ``accumulate`` adds. Return the metrics.
+        """Take one step for each batch of ``steps``, with the gradients that ``accumulate`` adds.
+        Return the metrics.
 
-        ``losses`` are its partial sums: each counts once a step, however many parts and ranks add to it.
+        ``losses`` are its partial sums: each counts once a step, however many parts and ranks add
+        to it.
         """
         means, skipped = MetricSums(), 0
         for number, batch in enumerate(steps):
@@ -123,13 +134,20 @@ class Stepper:
                 means.merge(one)
         self.check_weights(name)
         metrics = self.ranks.gather_metrics(means).result(name)
-        return {**metrics, f"{name}/lr": self.base_lr * lr_multiplier, f"{name}/skipped_updates": skipped}
+        return {
+            **metrics,
+            f"{name}/lr": self.base_lr * lr_multiplier,
+            f"{name}/skipped_updates": skipped,
+        }
 
 
 class Actor(Policy):
-    """The policy that is trained. ``bypass``: the engine's log-probs stand for the old ones, as bypass_mode has it."""
+    """The policy that is trained. ``bypass``: the engine's log-probs stand for the old ones, as
+    bypass_mode has it."""
 
-    def __init__(self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **policy: Any):
+    def __init__(
+        self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **policy: Any
+    ):
         super().__init__(module, **policy)
         self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
@@ -138,14 +156,18 @@ class Actor(Policy):
         self.mismatch = MetricSums()  # between engine and learner, before the update's first step
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and ``rollout_corr/...`` metrics.
+        """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and
+        ``rollout_corr/...`` metrics.
 
-        Without ``old_log_probs`` the batch is the only step of its rollout, and the pass's own log-probs stand for
-        them: the ratio is one. With ``bypass`` there may be several; the mismatch is that of the first.
+        Without ``old_log_probs`` the batch is the only step of its rollout, and the pass's own
+        log-probs stand for them: the ratio is one. With ``bypass`` there may be several; the
+        mismatch is that of the first.
         """
         self.mismatch = MetricSums()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
-        metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
+        metrics = self.stepper.update(
+            steps, lr_multiplier, self.accumulate, name="actor", losses=losses
+        )
         metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
@@ -155,7 +177,9 @@ class Actor(Policy):
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         if batch.has("selected"):
             batch = batch.adding(selected=self.selected(batch))
-        contributing, idle = split_zero_gradient(batch, only_advantages_train=only_advantages_train(self.config))
+        contributing, idle = split_zero_gradient(
+            batch, only_advantages_train=only_advantages_train(self.config)
+        )
         for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
         if not batch.has("old_log_probs") and self.ranks.all_reduce_max(len(idle)):
@@ -198,12 +222,14 @@ class Actor(Policy):
         return LossInputs(*tensors, self.config, batch.lengths, batch.optional("selected"))
 
     def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
-        """Add the difference to an engine that wrote the tokens, which means something before a weight has moved."""
+        """Add the difference to an engine that wrote the tokens, which means something before a
+        weight has moved."""
         if self.stepper.number == 0 and batch.has("rollout_log_probs"):
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
-        """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
+        """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus +
+        KL."""
         config, mask, weight = self.config, micro.response_mask, micro.loss_weight
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         inputs = self.loss_inputs(micro, log_prob)
@@ -215,7 +241,9 @@ class Actor(Policy):
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * (weight * entropy).sum()
         if config.use_kl_loss:
-            kl_loss = (weight * kl_penalty(log_prob, micro.ref_log_prob, config.kl_loss_type, mask)).sum()
+            kl_loss = (
+                weight * kl_penalty(log_prob, micro.ref_log_prob, config.kl_loss_type, mask)
+            ).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             means.value("kl_loss", float(kl_loss.detach()), counts=False)
         if not micro.has("old_log_probs"):  # the pass that would have measured these was skipped
@@ -237,7 +265,9 @@ class Critic(LearnerModel):
         """Return [N]: the value of the state in which each policy token is chosen, 0 elsewhere."""
         inputs = self.pass_over(batch)
         with self.precision():
-            logits = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs).logits
+            logits = self.module(
+                input_ids=inputs.input_ids, use_cache=False, **inputs.inputs
+            ).logits
         values_M = logits[inputs.predicts][:, 0]
         return inputs.at_tokens(values_M.to(torch.promote_types(values_M.dtype, torch.float32)))
 
@@ -253,7 +283,9 @@ class Critic(LearnerModel):
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take one AdamW step for each batch of ``steps``. Return ``critic/...`` metrics."""
-        return self.stepper.update(steps, lr_multiplier, self.accumulate, name="critic", losses=("vf_loss",))
+        return self.stepper.update(
+            steps, lr_multiplier, self.accumulate, name="critic", losses=("vf_loss",)
+        )
 
     def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
@@ -275,8 +307,8 @@ class Critic(LearnerModel):
 class Models:
     """Policy, critic and frozen models, whole in this process, for the phases of a step.
 
-    ``known`` are the ids of the tokenizer (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is
-    float32 except in tests.
+    ``known`` are the ids of the tokenizer (:func:`core.data.vocabulary.known_ids`).
+    ``master_dtype`` is float32 except in tests.
     """
 
     def __init__(
@@ -291,12 +323,18 @@ class Models:
     ):
         self.config = config
         self.device = device
-        self.skeletons: dict[str, nn.Module] = {}  # names and shapes of each model; if it is whole, the model
+        # Names and shapes of each model; if it is whole, the model
+        self.skeletons: dict[str, nn.Module] = {}
         part = config.actor_rollout_ref
         critic = config.critic
         seed = config.trainer.seed
-        ref = part.actor if part.model.lora_rank else part.ref  # with adapters: the policy without them
-        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": ref.fsdp_config}
+        # With adapters: the policy without them
+        ref = part.actor if part.model.lora_rank else part.ref
+        self.fsdp = {
+            "actor": part.actor.fsdp_config,
+            "critic": critic.model.fsdp_config,
+            "ref": ref.fsdp_config,
+        }
 
         def make_policy(on_meta: bool) -> nn.Module:
             module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
@@ -309,7 +347,9 @@ class Models:
         reading = {"temperature": part.rollout.temperature or 1.0, "known": known}
         policy = self.place("actor", make_policy, part.actor)
         bypass = config.algorithm.rollout_correction.bypass_mode
-        self.actor = Actor(policy, part.actor, bypass=bypass, **reading, **self.computing("actor", part.actor))
+        self.actor = Actor(
+            policy, part.actor, bypass=bypass, **reading, **self.computing("actor", part.actor)
+        )
         self.critic: Critic | None = None
         self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
         self.frozen: dict[str, Policy | BasePolicy] = {}
@@ -323,19 +363,23 @@ class Models:
             load = functools.partial(load_policy, model, master_dtype)
             module = self.place(role, lambda on_meta, load=load: load(on_meta=on_meta), part.ref)
             scores = {"temperature": temperature, "known": known}
-            self.frozen[role] = Policy(module.requires_grad_(False), **scores, **self.computing(role, part.ref))
+            self.frozen[role] = Policy(
+                module.requires_grad_(False), **scores, **self.computing(role, part.ref)
+            )
         if needs_critic:
             module = self.place("critic", make_critic, critic)
             self.critic = Critic(module, critic, **self.computing("critic", critic))
             self.trained["critic"] = self.critic
 
     def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
-        """Make a model where it computes. ``make(True)`` returns it on the meta device, without weights."""
+        """Make a model where it computes. ``make(True)`` returns it on the meta device, without
+        weights."""
         self.skeletons[name] = make(False).to(self.device)
         return self.skeletons[name]
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        """Return how a model's passes are computed. A whole reference has the policy's number format."""
+        """Return how a model's passes are computed. A whole reference has the policy's number
+        format."""
         return {"compute_dtype": compute_dtype(self.fsdp["actor" if name == "ref" else name].dtype)}
 
     def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
@@ -343,12 +387,14 @@ class Models:
         return contextlib.nullcontext()
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each."""
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N]
+        each."""
         with self.at_work("actor"):
             return self.actor.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))
 
     def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
-        """Return the log-probs of the reference policy, or of the recipe's frozen model of this role, [N]."""
+        """Return the log-probs of the reference policy, or of the recipe's frozen model of this
+        role, [N]."""
         with self.at_work(role):
             size = training_size(self.config.actor_rollout_ref.actor)
             return self.frozen[role].log_probs(batch, size)[0]

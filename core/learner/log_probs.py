@@ -1,7 +1,8 @@
 """Log-probs and entropies of the output head without the logits of the whole batch.
 
-Logits of 4,096 tokens and a 128k vocabulary are 2 GiB in float32, several times over with softmax and gradient. Here a
-chunk of tokens at a time is projected, reduced to two numbers a token, and projected again in the backward pass.
+Logits of 4,096 tokens and a 128k vocabulary are 2 GiB in float32, several times over with softmax
+and gradient. Here a chunk of tokens at a time is projected, reduced to two numbers a token, and
+projected again in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def token_log_probs_and_entropy(
     chunk_elements: int | None = None,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
+    """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T /
+    temperature)``.
 
-    Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
-    ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None: what suits the device) are alive
-    beyond the inputs, the outputs and the gradients; the value changes memory and speed only. The softmax is in float32
-    (float64 for float64 inputs); weight gradients of lower precision are summed over chunks in float32.
+    Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the
+    entropies with ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None:
+    what suits the device) are alive beyond the inputs, the outputs and the gradients; the value
+    changes memory and speed only. The softmax is in float32 (float64 for float64 inputs); weight
+    gradients of lower precision are summed over chunks in float32.
 
     Shapes:
         hidden_NH  [N, H] float
@@ -43,23 +46,30 @@ def token_log_probs_and_entropy(
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad)
+    return _ChunkedHead.apply(
+        hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad
+    )
 
 
 def logits_at_a_time(device: torch.device) -> int:
-    """Return the logits that exist at a time on a device; it depends on its kind and size, not on what is in use."""
-    return head_logits(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+    """Return the logits that exist at a time on a device; it depends on its kind and size, not on
+    what is in use."""
+    return head_logits(
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
 
 
 class _ChunkedHead(torch.autograd.Function):
-    # Products are in the inputs' precision and reductions in float32: autocast must not choose again, and must not
-    # choose differently in the two passes.
+    # Products are in the inputs' precision and reductions in float32: autocast must not choose
+    # again, and must not choose differently in the two passes.
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad):
         rows = max(1, elements // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        log_prob, entropy, normaliser = (
+            torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3)
+        )
         log_probs = None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(len(hidden), rows):
@@ -69,9 +79,12 @@ class _ChunkedHead(torch.autograd.Function):
                 log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
                 probs = log_probs.exp()
                 entropy[part] = -torch.linalg.vecdot(probs, log_probs)
-        # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
+        # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it
+        # again.
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
+        ctx.save_for_backward(
+            hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept
+        )
         ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
         ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)))
         return log_prob, entropy
@@ -92,7 +105,8 @@ class _ChunkedHead(torch.autograd.Function):
                     log_probs = logits.sub_(normaliser[part, None])
                 else:
                     log_probs = kept.clone()
-                # In the tempered logits z: d log p_label / dz_j = [j = label] - p_j, dH / dz_j = -p_j (log p_j + H)
+                # In the tempered logits z: d log p_label / dz_j = [j = label] - p_j, dH / dz_j =
+                # -p_j (log p_j + H)
                 of_label = grad_log_prob[part, None] / ctx.temperature
                 probs, scale = (log_probs.exp_() if entropy is None else log_probs.exp()), -of_label
                 if entropy is not None:
@@ -115,7 +129,9 @@ def _chunks(total: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+) -> Tensor:
     logits = (hidden @ weight.T).to(dtype)
     if bias is not None:
         logits += bias
@@ -123,7 +139,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor, elements: int) -> None:
-    """Add ``grad.T @ hidden``, in blocks of ``elements`` numbers where the product has another precision."""
+    """Add ``grad.T @ hidden``, in blocks of ``elements`` numbers where the product has another
+    precision."""
     if total_VH.dtype == grad_NV.dtype:
         total_VH.addmm_(grad_NV.T, hidden_NH)
         return

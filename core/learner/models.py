@@ -32,10 +32,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MODEL, REWARD_MODEL = "actor_rollout_ref.model.path", "reward_model.model.path"
 # Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
-NOISE = ("drop", "jitter")  # in names of a configuration's fields: dropout, layerdrop, router_jitter_noise
-# Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide differently
-TOKENIZER_SAMPLE = "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 Привет हिन्दी 🙂 x=1\n"
+WEIGHT_FILES = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.distcp",
+)
+# In names of a configuration's fields: dropout, layerdrop, router_jitter_noise
+NOISE = ("drop", "jitter")
+# Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide
+# differently
+TOKENIZER_SAMPLE = (
+    "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 "
+    "Привет हिन्दी 🙂 x=1\n"
+)
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 CLASSIFIERS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -43,11 +57,13 @@ CLASSIFIERS = {
 }
 
 
-# -- where a model is --------------------------------------------------------------------------------
+# -- where a model is
+# --------------------------------------------------------------------------------
 
 
 def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
-    """Return a hub id as it is, a local path expanded and checked, and of a URL the copy on this node.
+    """Return a hub id as it is, a local path expanded and checked, and of a URL the copy on this
+    node.
 
     Without ``weights`` the copy lacks them. Raises InputError where there is no model.
     """
@@ -58,13 +74,16 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
         fix = "merge them into their base first: python -m core.export CHECKPOINT NEW_FOLDER"
         raise InputError(f"{key}={path}: holds adapters, not a model; {fix}")
     if not (local / "config.json").exists():
-        raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
+        raise InputError(
+            f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)"
+        )
     return str(local)
 
 
 @contextmanager
 def readable(path: str, key: str = MODEL) -> Iterator[None]:
-    """Raise what transformers raises for a folder or hub id that it cannot read as an InputError of one line."""
+    """Raise what transformers raises for a folder or hub id that it cannot read as an InputError of
+    one line."""
     from safetensors import SafetensorError
 
     try:
@@ -77,7 +96,8 @@ def readable(path: str, key: str = MODEL) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Run a block without transformers' own bars, which would write over the run's, and its table of a new head."""
+    """Run a block without transformers' own bars, which would write over the run's, and its table
+    of a new head."""
     from transformers.utils import logging as library
 
     verbosity = library.get_verbosity()
@@ -90,15 +110,16 @@ def quiet() -> Iterator[None]:
         library.enable_progress_bar()
 
 
-# -- tokenizer, modality, lengths --------------------------------------------------------------------
+# -- tokenizer, modality, lengths
+# --------------------------------------------------------------------
 
 
 def read_tokenizer(path: str, key: str = MODEL, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder or hub id as its ``tokenizer.json`` has it. Raises InputError.
 
-    AutoTokenizer decides only where there is no such file or the model brings its own code. Elsewhere it would build
-    another tokenizer: most classes take the vocabulary of the file and add the spaces, pre-tokenizer and special tokens
-    of the model that they are named after.
+    AutoTokenizer decides only where there is no such file or the model brings its own code.
+    Elsewhere it would build another tokenizer: most classes take the vocabulary of the file and add
+    the spaces, pre-tokenizer and special tokens of the model that they are named after.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
@@ -108,7 +129,8 @@ def read_tokenizer(path: str, key: str = MODEL, *, trust_remote_code: bool = Fal
         by_class = None
         try:
             by_class = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except Exception:  # the class may be unable to use this vocabulary, and it fails in its own way
+        except Exception:
+            # The class may be unable to use this vocabulary, and it fails in its own way
             if file is None or trust_remote_code:
                 raise
         if file is None or (by_class and not type(by_class).__module__.startswith("transformers.")):
@@ -136,7 +158,8 @@ def _warn_of_tokenizer_class(path: str) -> None:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer, with a pad token in any case and the configured chat template. Raises InputError."""
+    """Load the tokenizer, with a pad token in any case and the configured chat template. Raises
+    InputError."""
     key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else MODEL
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     tokenizer = read_tokenizer(path, key, trust_remote_code=model.trust_remote_code)
@@ -148,8 +171,11 @@ def load_tokenizer(model: ModelConfig) -> Any:
     if getattr(tokenizer, "chat_template", None) is None:
         tokenizer.chat_template = _template_of_processor(path)
     if (template := model.custom_chat_template) is not None:
-        if "{" not in template or "messages" not in template:  # a path, or a text that would be every prompt
-            rule = "is no Jinja template that reads messages; give the text of one, not a file's path"
+        # A path, or a text that would be every prompt
+        if "{" not in template or "messages" not in template:
+            rule = (
+                "is no Jinja template that reads messages; give the text of one, not a file's path"
+            )
             raise InputError(f"actor_rollout_ref.model.custom_chat_template={template}: {rule}")
         tokenizer.chat_template = template
     return tokenizer
@@ -166,22 +192,31 @@ def _template_of_processor(path: str) -> str | None:
 
 
 def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
-    """Return how the model reads prompts. Raises InputError for a model that reads media in an unknown way."""
+    """Return how the model reads prompts. Raises InputError for a model that reads media in an
+    unknown way."""
     path = resolve_path(model.path, weights=False)
     config = _model_config(model, path, overrides=False)
     modality = modality_of(config)
     if getattr(config, "vision_config", None) is not None and not modality.reads_media:
         known = ", ".join(registry.PICTURE_MODELS) or "none"
-        rule = f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
+        rule = (
+            f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
+        )
         raise InputError(f"{MODEL}={model.path}: {rule}")
-    return Modality(True, PictureFormat.of(config, path, tokenizer)) if modality.reads_media else modality
+    return (
+        Modality(True, PictureFormat.of(config, path, tokenizer))
+        if modality.reads_media
+        else modality
+    )
 
 
 def same_positions(config: Any) -> int | None:
-    """Return the longest sequence that leaves the positions of others alone; None for models without such a bound.
+    """Return the longest sequence that leaves the positions of others alone; None for models
+    without such a bound.
 
-    Dynamic and longrope choose the frequencies of a whole pass, and of all that follows in a cache, by the longest
-    sequence in it: beyond this length log-probs would depend on what shares the pass.
+    Dynamic and longrope choose the frequencies of a whole pass, and of all that follows in a cache,
+    by the longest sequence in it: beyond this length log-probs would depend on what shares the
+    pass.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -189,7 +224,9 @@ def same_positions(config: Any) -> int | None:
     types = [each.get("rope_type") or "" for each in kinds]
     limits = [text.max_position_embeddings for each in types if "dynamic" in each]
     pairs = zip(types, kinds, strict=True)
-    limits += [each["original_max_position_embeddings"] for name, each in pairs if name == "longrope"]
+    limits += [
+        each["original_max_position_embeddings"] for name, each in pairs if name == "longrope"
+    ]
     return min(limits, default=None)
 
 
@@ -200,9 +237,11 @@ def positions(config: Any) -> int:
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
-    """Check that the model has positions for the longest sequence that each key's files may lead to.
+    """Check that the model has positions for the longest sequence that each key's files may lead
+    to.
 
-    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises InputError.
+    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises
+    InputError.
     """
     model, data = config.actor_rollout_ref.model, config.data
     shape = _model_config(model, resolve_path(model.path, weights=False))
@@ -212,9 +251,13 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
     fix = "lower them"
     if not data.filter_overlong_prompts:
         fix += " (data.filter_overlong_prompts=True leaves out the prompts that are then too long)"
-    keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
+    keys = (
+        f"data.max_prompt_length={data.max_prompt_length}, "
+        f"data.max_response_length={data.max_response_length}"
+    )
     problems = [
-        f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
+        f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and "
+        f"{model.path} has "
         f"max_position_embeddings={most}{why}; {fix}"
         for key, (prompt, more) in longest.items()
         if prompt + more > most
@@ -223,33 +266,49 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
         raise InputError(problems)
 
 
-# -- models ------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------------------
 
 
-def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
-    """Load the language model, which may read media. ``on_meta`` builds it without reading or allocating a weight."""
+def load_policy(
+    model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> nn.Module:
+    """Load the language model, which may read media. ``on_meta`` builds it without reading or
+    allocating a weight."""
     return _load(TEXT.auto_class, model, dtype, on_meta)
 
 
 def load_critic(
     model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> nn.Module:
-    """Load a copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    """Load a copy of the policy's body with a fresh one-number head on every token (PPO's value
+    function)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
-        return _load(CLASSIFIERS["ForTokenClassification"], model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
+        return _load(
+            CLASSIFIERS["ForTokenClassification"],
+            model,
+            dtype,
+            on_meta,
+            num_labels=1,
+            classifier_dropout=0.0,
+        )
 
 
 def load_classifier(model: Section) -> tuple[nn.Module, bool]:
-    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
+    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens
+    (else sequences).
 
-    Its weights have the number format of the passes. Raises InputError for a folder that holds anything else.
+    Its weights have the number format of the passes. Raises InputError for a folder that holds
+    anything else.
     """
     import transformers
 
     path = resolve_path(model.path, REWARD_MODEL)
     with readable(path, REWARD_MODEL):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code
+        )
     names = " ".join(config.architectures or ())
     kind = next((kind for end, kind in CLASSIFIERS.items() if end in names), None)
     if kind is None or config.num_labels != 1:
@@ -265,19 +324,28 @@ def load_classifier(model: Section) -> tuple[nn.Module, bool]:
 
 
 def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
-    """Return transformers' class that loads a language model of this configuration, with the parts that read media."""
+    """Return transformers' class that loads a language model of this configuration, with the parts
+    that read media."""
     import transformers
 
-    return getattr(transformers, modality_of(config).auto_class if auto == TEXT.auto_class else auto)
+    return getattr(
+        transformers, modality_of(config).auto_class if auto == TEXT.auto_class else auto
+    )
 
 
 def tied(module: nn.Module) -> nn.Module:
-    """Tie the head to the embeddings where the model's configuration ties them, whatever the files hold.
+    """Tie the head to the embeddings where the model's configuration ties them, whatever the files
+    hold.
 
-    transformers leaves apart what the files hold as two matrices; engines tie them, and so does who reads an export.
+    transformers leaves apart what the files hold as two matrices; engines tie them, and so does who
+    reads an export.
     """
     inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if module.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not inputs.weight:
+    if (
+        module.config.get_text_config().tie_word_embeddings
+        and head is not None
+        and head.weight is not inputs.weight
+    ):
         _warn_of_own_head(module.config.name_or_path)
         head.weight = inputs.weight
     return module
@@ -286,7 +354,11 @@ def tied(module: nn.Module) -> nn.Module:
 @functools.cache
 def _warn_of_own_head(model: str) -> None:  # once: learner and engine load a model each
     rule = "tie_word_embeddings is true, and the files hold a head of its own"
-    log.warning("%s: %s, which is not used: the head is the embeddings, in training and in what is saved", model, rule)
+    log.warning(
+        "%s: %s, which is not used: the head is the embeddings, in training and in what is saved",
+        model,
+        rule,
+    )
 
 
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
@@ -303,7 +375,9 @@ def compute_dtype(name: str) -> torch.dtype | None:
     return None if name in FULL_PRECISION else torch.bfloat16
 
 
-def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
+def _load(
+    auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any
+) -> nn.Module:
     import transformers
 
     path = resolve_path(model.path, weights=not on_meta)
@@ -327,11 +401,13 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
             part.p = 0.0
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
+    # Gradient checkpointing works in training mode only; with dropout off they agree
+    return module.train()
 
 
 def _switch_off_noise(config: Any) -> list[tuple[str, str, float]]:
-    """Switch off what is random in training: a ratio between two passes must be the policies' alone.
+    """Switch off what is random in training: a ratio between two passes must be the policies'
+    alone.
 
     Returns the part of the configuration ("" for itself), field and value of each.
     """
@@ -347,7 +423,8 @@ def _switch_off_noise(config: Any) -> list[tuple[str, str, float]]:
 
 @contextmanager
 def base_settings(module: nn.Module) -> Iterator[None]:
-    """Give a model's configuration the dropout of its base for a block: checkpoints and exports keep it."""
+    """Give a model's configuration the dropout of its base for a block: checkpoints and exports
+    keep it."""
     noise = [
         (getattr(module.config, part) if part else module.config, name, value)
         for part, name, value in getattr(module, "noise", ())
@@ -362,17 +439,21 @@ def base_settings(module: nn.Module) -> Iterator[None]:
 
 
 def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> Any:
-    """Return transformers' configuration of a model, with ``override_config``. Raises InputError for unknown fields."""
+    """Return transformers' configuration of a model, with ``override_config``. Raises InputError
+    for unknown fields."""
     import transformers
 
     with readable(path):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code
+        )
     changes = thaw(model.override_config) if overrides else {}
     return _overridden(config, path, changes) if changes else config
 
 
 def config_changes(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model's configuration that ``override_config`` changes, derived ones included."""
+    """Return the fields of a model's configuration that ``override_config`` changes, derived ones
+    included."""
     if not model.override_config:
         return {}
     path = resolve_path(model.path, weights=False)
@@ -382,7 +463,8 @@ def config_changes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
-    """Return the configuration that a ``config.json`` with these changes would give. Raises InputError."""
+    """Return the configuration that a ``config.json`` with these changes would give. Raises
+    InputError."""
     key = "actor_rollout_ref.model.override_config"
     kind, rope = type(config), getattr(config, "rope_parameters", None)
     known = ROPE_FIELDS if rope else ()
@@ -392,7 +474,8 @@ def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
     fields, _ = kind.get_config_dict(path)
     pattern = fields.pop("layer_types", None)
     if pattern and getattr(kind.from_dict(dict(fields)), "layer_types", None) != pattern:
-        fields["layer_types"] = pattern  # of the model's own; elsewhere it follows from the window's fields
+        # Of the model's own; elsewhere it follows from the window's fields
+        fields["layer_types"] = pattern
     of_rope = {name: value for name, value in changes.items() if name in known}
     changes = {name: value for name, value in changes.items() if name not in of_rope}
     if of_rope:
@@ -400,12 +483,16 @@ def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
         fields["rope_parameters"] = _rope_parameters(rope, of_rope, key)
     for name, value in changes.items():
         part = fields.get(name)
-        fields[name] = {**part, **value} if isinstance(part, dict) and isinstance(value, dict) else value
+        fields[name] = (
+            {**part, **value} if isinstance(part, dict) and isinstance(value, dict) else value
+        )
     try:
         result = kind.from_dict(fields)
     except Exception as error:  # each class checks its fields in its own way
         rule = f"{kind.__name__} refuses it ({' '.join(str(error).split())[:200]})"
-        raise InputError(f"{key}={changes | of_rope}: {rule}; give what its config.json may hold") from error
+        raise InputError(
+            f"{key}={changes | of_rope}: {rule}; give what its config.json may hold"
+        ) from error
     result.name_or_path = path
     for name, value in changes.items():
         if not isinstance(value, dict) and getattr(result, name, value) != value:
@@ -415,12 +502,15 @@ def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
     kinds = getattr(result, "layer_types", None)
     if changes.get("sliding_window") and kinds and "sliding_attention" not in kinds:
         rule = f"no layer of {kind.__name__} has a window"
-        raise InputError(f"{key}.sliding_window={changes['sliding_window']}: {rule}; lower max_window_layers too")
+        raise InputError(
+            f"{key}.sliding_window={changes['sliding_window']}: {rule}; lower max_window_layers too"
+        )
     return result
 
 
 def _rope_parameters(rope: Mapping[str, Any], changes: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the parameters of rotary positions: ``rope_scaling`` replaces all but the base and the share of a head."""
+    """Return the parameters of rotary positions: ``rope_scaling`` replaces all but the base and the
+    share of a head."""
     whole = changes.get("rope_parameters", changes.get("rope_scaling", rope))
     whole = dict(whole or {"rope_type": "default"})
     if any(isinstance(value, Mapping) for value in rope.values()):

@@ -1,6 +1,8 @@
-"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in files of several ranks.
+"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in files of
+several ranks.
 
-Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters what is trained, as peft.
+Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters what
+is trained, as peft.
 """
 
 from __future__ import annotations
@@ -35,17 +37,38 @@ log = logging.getLogger(__name__)
 
 FILE_SIZE = "5GB"  # of weights, at most
 # Of a base, beside weights: written anew, large, or no part of a model
-OTHER_FILES = ("config.json", "adapter_*", "*.index.json", "*.onnx*", "*.ckpt*", "*.tar*", "*.zip", "*.npz", ".*")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+OTHER_FILES = (
+    "config.json",
+    "adapter_*",
+    "*.index.json",
+    "*.onnx*",
+    "*.ckpt*",
+    "*.tar*",
+    "*.zip",
+    "*.npz",
+    ".*",
+)
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
 TOKENIZER_FILES += ("chat_template*", "*.model", "*.tiktoken", "tekken.json")
-OPTIMIZER = "optimizer"  # folder of the optimizer's files in a checkpoint's actor/ and critic/, where ranks wrote it
+# Folder of the optimizer's files in a checkpoint's actor/ and critic/, where ranks wrote it
+OPTIMIZER = "optimizer"
 
 
-# -- weights -----------------------------------------------------------------------------------------
+# -- weights
+# -----------------------------------------------------------------------------------------
 
 
-def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a Hugging Face folder, or, of a model with adapters, what is trained alone in peft's format.
+def save_model(
+    module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a Hugging Face folder, or, of a model with adapters, what is trained alone in peft's
+    format.
 
     ``weights`` stand in for the module's own, where those are elsewhere.
     """
@@ -68,7 +91,8 @@ def load_model(module: nn.Module, folder: Path) -> None:
 
 
 def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
-    """Write ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
+    """Write ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)``
+    gives equal logits.
 
     ``state_dict`` stands in for the model's own weights, where those are elsewhere. Raises OSError.
     """
@@ -79,9 +103,16 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
         try:
             if own is not None:
                 own.validate(strict=True)
-        except ValueError as error:  # of published models too, which load and must not end a run when it saves
-            log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
-            ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        except ValueError as error:
+            # Of published models too, which load and must not end a run when it saves
+            log.info(
+                "generation_config of the model is not valid, and its ids alone are saved: %s",
+                error,
+            )
+            ids = {
+                name: getattr(own, name, None)
+                for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            }
             model.generation_config = GenerationConfig(**ids)
         with base_settings(model):
             model.save_pretrained(folder, state_dict=state_dict)
@@ -89,9 +120,11 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 
 
 def write_base_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write what belongs to a model beside weights and config.json, byte for byte as its base has it.
+    """Write what belongs to a model beside weights and config.json, byte for byte as its base has
+    it.
 
-    The tokenizer's files come from the tokenizer's folder. What was built in code, transformers writes.
+    The tokenizer's files come from the tokenizer's folder. What was built in code, transformers
+    writes.
     """
     files, processor = _small_files(module.config.name_or_path), getattr(module, "processor", None)
     if processor is not None and "preprocessor_config.json" not in files:
@@ -107,12 +140,14 @@ def write_base_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
     for name, file in files.items():
         shutil.copyfile(file, folder / name)
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str) and template != tokenizer.init_kwargs.get("chat_template"):  # the configured one
+    # The configured one
+    if isinstance(template, str) and template != tokenizer.init_kwargs.get("chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _small_files(path: str) -> dict[str, Path]:
-    """Return name -> file of a model's folder, or of what this machine has of a hub id, without its weights."""
+    """Return name -> file of a model's folder, or of what this machine has of a hub id, without its
+    weights."""
     folder = Path(path)
     if path and not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -123,7 +158,11 @@ def _small_files(path: str) -> dict[str, Path]:
         return {}
     skipped = (*WEIGHT_FILES, *OTHER_FILES)
     files = {file.name: file for file in sorted(folder.iterdir()) if file.is_file()}
-    return {name: file for name, file in files.items() if not any(fnmatch(name, each) for each in skipped)}
+    return {
+        name: file
+        for name, file in files.items()
+        if not any(fnmatch(name, each) for each in skipped)
+    }
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -135,8 +174,11 @@ def load_weights(model: Any, folder: Path) -> None:
 
     ``from_pretrained`` reads them into a second copy. Raises InputError for another model's.
     """
-    if (folder / ADAPTERS).exists():  # transformers would load the base that they name, from wherever they name it
-        raise InputError(f"{folder} holds weights of another model: adapters, and this run has none")
+    # Transformers would load the base that they name, from wherever they name it
+    if (folder / ADAPTERS).exists():
+        raise InputError(
+            f"{folder} holds weights of another model: adapters, and this run has none"
+        )
     widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     options = {"config": copy.deepcopy(model.config), "dtype": widest, "output_loading_info": True}
     with quiet():
@@ -146,14 +188,18 @@ def load_weights(model: Any, folder: Path) -> None:
             raise InputError(f"{folder} holds weights of another model: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
-            raise InputError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
+            raise InputError(
+                f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}"
+            )
     model.load_state_dict(loaded.state_dict())
 
 
 def weight_files(model: Any) -> dict[str, list[str]] | None:
-    """Return file name -> names of the weights in it, in the order of the state dict, as transformers divides them.
+    """Return file name -> names of the weights in it, in the order of the state dict, as
+    transformers divides them.
 
-    ``model`` may be on the meta device. None for a model whose weights transformers renames or converts on saving.
+    ``model`` may be on the meta device. None for a model whose weights transformers renames or
+    converts on saving.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import revert_weight_conversion
@@ -176,12 +222,15 @@ def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) ->
     state = model.state_dict()
     size = sum(state[name].nbytes for names in files.values() for name in names)
     weight_map = {name: file for file, own in files.items() for name in own}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True)
+    text = json.dumps(
+        {"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True
+    )
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, str]:
-    """Put tensors that share no memory on disk, as file -> name -> tensor. Return file -> SHA-256. Raises OSError."""
+    """Put tensors that share no memory on disk, as file -> name -> tensor. Return file -> SHA-256.
+    Raises OSError."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +246,8 @@ def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[
 
 @contextmanager
 def full_disk_as_oserror(path: Path) -> Iterator[None]:
-    """Raise what safetensors reports as an error of its own, such as a full disk, as the OSError that it is."""
+    """Raise what safetensors reports as an error of its own, such as a full disk, as the OSError
+    that it is."""
     from safetensors import SafetensorError
 
     try:
@@ -207,27 +257,41 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), str(error), str(path)) if number else error from error
 
 
-# -- the optimizer -----------------------------------------------------------------------------------
+# -- the optimizer
+# -----------------------------------------------------------------------------------
 
 
 def optimizer_tensors(part: Actor | Critic) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
-    """Yield each trained weight with what the optimizer holds of it, by the names under which it is stored."""
+    """Yield each trained weight with what the optimizer holds of it, by the names under which it is
+    stored."""
     for name, parameter in trained_weights(part.module).items():
         state = part.stepper.optimizer.state.get(parameter, {})
         yield name, [(f"{name}:{key}", value) for key, value in state.items()]
 
 
 def save_optimizer(part: Actor | Critic, folder: Path) -> None:
-    """Write the optimizer of a model that is whole in this process, as one of several ranks writes its part."""
-    save_files({"00001-of-00001.safetensors": dict(chain.from_iterable(t for _, t in optimizer_tensors(part)))}, folder)
+    """Write the optimizer of a model that is whole in this process, as one of several ranks writes
+    its part."""
+    save_files(
+        {
+            "00001-of-00001.safetensors": dict(
+                chain.from_iterable(t for _, t in optimizer_tensors(part))
+            )
+        },
+        folder,
+    )
 
 
 def load_optimizer(
-    part: Actor | Critic, folder: Path, place: Callable[[nn.Parameter, Tensor], Tensor] | None = None
+    part: Actor | Critic,
+    folder: Path,
+    place: Callable[[nn.Parameter, Tensor], Tensor] | None = None,
 ) -> None:
-    """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks wrote.
+    """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks
+    wrote.
 
-    ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises DamagedCheckpoint.
+    ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises
+    DamagedCheckpoint.
     """
     from safetensors.torch import load_file
 
@@ -241,4 +305,6 @@ def load_optimizer(
         if name not in trained:
             raise DamagedCheckpoint(f"{folder}: holds the optimizer of another model, with {name}")
         parameter = trained[name]
-        state[parameter][key] = value.to(parameter.device) if place is None else place(parameter, value)
+        state[parameter][key] = (
+            value.to(parameter.device) if place is None else place(parameter, value)
+        )

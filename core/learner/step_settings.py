@@ -1,4 +1,5 @@
-"""What the configuration decides about a training step: its passes, its learning rate, how many logits exist at once.
+"""What the configuration decides about a training step: its passes, its learning rate, how many
+logits exist at once.
 
 The learning rate's schedule counts RL steps. This module imports no torch: the plan reads it too.
 """
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 
 # Of the output head: memory and speed, and no result beyond rounding
 CPU_LOGITS = 2**23  # 32 MiB in float32
-GPU_LOGITS = 2**28  # 1 GiB: 1,765 rows of a vocabulary of 152,064, where 55 rows would leave a GPU idle
+# 1 GiB: 1,765 rows of a vocabulary of 152,064, where 55 rows would leave a GPU idle
+GPU_LOGITS = 2**28
 SHARE = 64  # of a GPU's memory, in float32, at most
 
 
 def head_logits(memory: float | None) -> int:
     """Return the number of logits for a GPU of ``memory`` bytes, or for a CPU (None)."""
-    return CPU_LOGITS if memory is None else max(CPU_LOGITS, min(GPU_LOGITS, int(memory) // (4 * SHARE)))
+    return (
+        CPU_LOGITS
+        if memory is None
+        else max(CPU_LOGITS, min(GPU_LOGITS, int(memory) // (4 * SHARE)))
+    )
 
 
 @dataclass(frozen=True)
@@ -34,31 +40,43 @@ class StepNeeds:
     critic: bool
     ref: bool
     baseline: bool  # a greedy answer to every prompt
-    recompute_old_log_probs: Literal["always", "if_off_policy", "never"]  # never: the engine's stand for them
+    # never: the engine's stand for them
+    recompute_old_log_probs: Literal["always", "if_off_policy", "never"]
     prompts_per_mini_batch: int
 
     @classmethod
     def of(cls, config: Config) -> StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
-        estimator, loss = registry.estimator(algorithm.adv_estimator), registry.policy_loss(actor.policy_loss.loss_mode)
+        estimator, loss = (
+            registry.estimator(algorithm.adv_estimator),
+            registry.policy_loss(actor.policy_loss.loss_mode),
+        )
         reads = algorithm.use_kl_in_reward or loss.selects is not None
         reads = reads or actor.ppo_epochs > 1 or correction.uses_old_log_probs
         return cls(
             critic=estimator.critic,
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
             baseline=estimator.greedy_baseline,
-            recompute_old_log_probs="never" if correction.bypass_mode else "always" if reads else "if_off_policy",
+            recompute_old_log_probs="never"
+            if correction.bypass_mode
+            else "always"
+            if reads
+            else "if_off_policy",
             prompts_per_mini_batch=actor.ppo_mini_batch_size,
         )
 
     def old_log_probs(self, batch: TrainBatch) -> bool:
         """Return whether the step needs a pass for the old log-probs of this batch.
 
-        With one mini-batch the ratio is one by definition: the update's own pass then gives the old log-probs.
+        With one mini-batch the ratio is one by definition: the update's own pass then gives the old
+        log-probs.
         """
-        off_policy = int(batch.group.max()) >= self.prompts_per_mini_batch  # for all mini-batches but the first
-        return {"always": True, "if_off_policy": off_policy, "never": False}[self.recompute_old_log_probs]
+        # For all mini-batches but the first
+        off_policy = int(batch.group.max()) >= self.prompts_per_mini_batch
+        return {"always": True, "if_off_policy": off_policy, "never": False}[
+            self.recompute_old_log_probs
+        ]
 
 
 # --- the learning rate ---
@@ -69,10 +87,14 @@ def constant(index: int, warmup: int) -> float:
     return min(1.0, index / warmup) if warmup else 1.0
 
 
-def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5) -> float:
-    """Warm up, then follow ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
+def cosine(
+    index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
+) -> float:
+    """Warm up, then follow ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio``
+    (arXiv:1608.03983, eq. 5).
 
-    Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as published.
+    Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as
+    published.
     """
     if index < warmup:
         return constant(index, warmup)
@@ -83,13 +105,18 @@ def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_c
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Count the steps of warm-up in a run of ``total_steps``."""
-    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    return (
+        config.lr_warmup_steps
+        if config.lr_warmup_steps >= 0
+        else int(config.lr_warmup_steps_ratio * total_steps)
+    )
 
 
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
     """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
 
-    No step trains at 0: with a warm-up of w steps the first trains at 1/w, where published trainers spend it at 0.
+    No step trains at 0: with a warm-up of w steps the first trains at 1/w, where published trainers
+    spend it at 0.
     """
     warmup = warmup_steps(config, total_steps)
     index = step + 1 if step < warmup else step

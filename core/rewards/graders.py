@@ -1,8 +1,10 @@
-"""Where answers are graded: in this process, or in graders, processes that are killed at a deadline.
+"""Where answers are graded: in this process, or in graders, processes that are killed at a
+deadline.
 
-A grader is a process in a session of its own, which reads and writes lines of JSON. Its parent counts the time: a
-grader that misses a deadline is killed with its session, and the next answer starts another.
-``python -m core.rewards.graders`` is such a process (:func:`main`); :class:`Grader` alone starts it.
+A grader is a process in a session of its own, which reads and writes lines of JSON. Its parent
+counts the time: a grader that misses a deadline is killed with its session, and the next answer
+starts another. ``python -m core.rewards.graders`` is such a process (:func:`main`); :class:`Grader`
+alone starts it.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from reward_scores.score import Score, ScoreStatus
 START_S = 120.0  # for a grader to import what it needs, which is not the answer's time
 END_S = 5.0  # for a grader that closed its pipe to be gone
 LONGEST_LINE = 64 * 2**20  # bytes of a grader's reply
-LONGEST_DETAIL = 10_000  # characters of a traceback: an exception may quote the answer that caused it
+# Characters of a traceback: an exception may quote the answer that caused it
+LONGEST_DETAIL = 10_000
 # One thread: a thread's memory counts against the limit
 SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 PR_SET_PDEATHSIG = 1
 
 
 class InProcess:
-    """Grades in this process, one answer after the other. What a library may not finish goes to ``pool``."""
+    """Grades in this process, one answer after the other. What a library may not finish goes to
+    ``pool``."""
 
     def __init__(self, scorers: Scorers, pool: GraderPool | None = None):
         self.scorers, self.pool = scorers, pool
@@ -54,7 +58,8 @@ class InProcess:
             return as_score(await result if inspect.isawaitable(result) else result)
         except WorkersLost:  # of the pool: never the fault of an answer
             raise
-        except BaseException as error:  # sys.exit in a scorer must not end the run, which would look finished
+        except BaseException as error:
+            # sys.exit in a scorer must not end the run, which would look finished
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # who waits for the score was cancelled
             return crash(error)
@@ -67,12 +72,16 @@ class InProcess:
 class GraderPool:
     """Grades in ``num_workers`` graders, which start with the first answers.
 
-    An answer that takes longer than ``timeout_s`` gets status timeout; one whose grader dies twice, or whose scorer
-    raises, gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit).
+    An answer that takes longer than ``timeout_s`` gets status timeout; one whose grader dies twice,
+    or whose scorer raises, gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit).
     """
 
     def __init__(
-        self, scorers: Scorers, num_workers: int = 1, timeout_s: float = 10.0, memory_limit_mb: int | None = 1024
+        self,
+        scorers: Scorers,
+        num_workers: int = 1,
+        timeout_s: float = 10.0,
+        memory_limit_mb: int | None = 1024,
     ):
         self.timeout_s = timeout_s
         self.settings = {
@@ -84,7 +93,8 @@ class GraderPool:
         }
         self.graders = [Grader(self.settings) for _ in range(num_workers)]
         self._idle: queue.LifoQueue[Grader] = queue.LifoQueue()
-        for grader in reversed(self.graders):  # the first one is taken first: as few start as are needed
+        # The first one is taken first: as few start as are needed
+        for grader in reversed(self.graders):
             self._idle.put(grader)
         self._threads = ThreadPoolExecutor(len(self.graders), "grader")  # one waits for each grader
 
@@ -93,7 +103,8 @@ class GraderPool:
         self.settings["preload"] = sorted({*self.settings["preload"], *libraries})
 
     async def run(self, job: Job) -> Score | Failure:
-        """Return the result of an answer. Raises WorkersLost where no grader starts: never the fault of an answer."""
+        """Return the result of an answer. Raises WorkersLost where no grader starts: never the
+        fault of an answer."""
         try:
             line = to_json(vars(job))
         except (TypeError, ValueError) as error:
@@ -119,9 +130,9 @@ class Grader:
     """One grading process, which is started when it is first needed. Methods block.
 
     Lines to it: the settings, then a job each. Lines from it: null once it is ready, then
-    ``[result, fit, crowded]``; one that is not ``fit`` is killed. A result is the fields of a score,
-    or the text of a failure. A grader is ``crowded`` where a scorer left threads or tasks behind,
-    which may hold up the next answer.
+    ``[result, fit, crowded]``; one that is not ``fit`` is killed. A result is the fields of a
+    score, or the text of a failure. A grader is ``crowded`` where a scorer left threads or tasks
+    behind, which may hold up the next answer.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -131,8 +142,8 @@ class Grader:
 
     def grade(self, job: str, seconds: float) -> Score | Failure:
         """Return the result of a job. Raises WorkersLost where no process starts."""
-        # A death from outside is no fault of the answer, nor is what an earlier one left behind. An answer that kills
-        # or holds up its grader does so again
+        # A death from outside is no fault of the answer, nor is what an earlier one left behind. An
+        # answer that kills or holds up its grader does so again
         for _ in range(2):
             if not self.closed and (self.process is None or self.process.poll() is not None):
                 self._start()
@@ -146,7 +157,9 @@ class Grader:
                 self.kill()
                 if crowded:
                     continue
-                return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
+                return Failure(
+                    ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)"
+                )
             if reply:
                 return self._result(reply)
             self.kill()
@@ -160,7 +173,8 @@ class Grader:
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores
+            # A Ctrl-C is the driver's: the step it finishes still needs its scores
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": path, **SINGLE_THREADED},
         )
         os.set_blocking(process.stdin.fileno(), False)
@@ -170,10 +184,13 @@ class Grader:
             ready = b""
         if not ready and not self.closed:
             self.kill()
-            raise WorkersLost(f"a grader {_end(process)} before it was ready; see the messages above")
+            raise WorkersLost(
+                f"a grader {_end(process)} before it was ready; see the messages above"
+            )
 
     def _ask(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> bytes:
-        """Send a line and return the next one; nothing where the process ends. Raises TimeoutError."""
+        """Send a line and return the next one; nothing where the process ends. Raises
+        TimeoutError."""
         end, reply = time.monotonic() + seconds, bytearray()
         with contextlib.suppress(BrokenPipeError):  # it is dead: what is read tells
             _write(process.stdin.fileno(), line.encode() + b"\n", end)
@@ -197,14 +214,18 @@ class Grader:
             else:
                 result = Score(**{**found, "status": ScoreStatus(found["status"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            fit, result = False, Failure(ScoreStatus.CRASH, f"unreadable result ({error!s:.200}): {reply[:200]!r}")
+            fit, result = (
+                False,
+                Failure(ScoreStatus.CRASH, f"unreadable result ({error!s:.200}): {reply[:200]!r}"),
+            )
         if not fit:
             self.kill()
         return result
 
     def kill(self) -> None:
         """Kill the process and its session. The next call starts another."""
-        process, self.process = self.process, None  # once: its id may be another's when it has been waited for
+        # once: its id may be another's when it has been waited for
+        process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -212,7 +233,8 @@ class Grader:
 
 
 def _write(pipe: int, line: bytes, end: float) -> None:
-    """Write to a pipe that does not block. Raises TimeoutError at ``end``: nobody reads the other side."""
+    """Write to a pipe that does not block. Raises TimeoutError at ``end``: nobody reads the other
+    side."""
     unsent = memoryview(line)
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_WRITE)
@@ -238,7 +260,8 @@ def _end(process: subprocess.Popen[bytes]) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
-# -- the process ----------------------------------------------------------------------------------------
+# -- the process
+# ----------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -255,22 +278,28 @@ def main() -> None:
         load_object(function)()
     if settings["memory_limit_mb"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (settings["memory_limit_mb"] * 2**20,) * 2)
-    scorers = Scorers(settings["reward_kwargs"], settings["custom"] and CustomFunction(**settings["custom"]))
+    scorers = Scorers(
+        settings["reward_kwargs"], settings["custom"] and CustomFunction(**settings["custom"])
+    )
     me, runner = os.getpid(), asyncio.Runner()  # one event loop for the life of the process
     replies.write(b"null\n")
     for line in jobs:
         try:
             found = scorers(Job(**json.loads(line)))
             if inspect.isawaitable(found):
-                found = runner.run(asyncio.wait_for(found, None))  # wait_for makes a coroutine of any awaitable
+                # wait_for makes a coroutine of any awaitable
+                found = runner.run(asyncio.wait_for(found, None))
             result, fit = vars(as_score(found)), True
         except BaseException as error:  # a scorer may fail in any way; that is a status
             result = crash(error).detail[-LONGEST_DETAIL:]
-            # Unfit after sys.exit and the like, and after a lack of memory, which may have hit anything
+            # Unfit after sys.exit and the like, and after a lack of memory, which may have hit
+            # anything
             fit = isinstance(error, Exception) and not isinstance(error, MemoryError)
-        if os.getpid() != me:  # a scorer forked, and this is the child that came back from it as well
+        # A scorer forked, and this is the child that came back from it as well
+        if os.getpid() != me:
             os._exit(1)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of this answer's scorer must not end the next one
+        # An alarm of this answer's scorer must not end the next one
+        signal.setitimer(signal.ITIMER_REAL, 0)
         crowded = threading.active_count() > 1 or bool(asyncio.all_tasks(runner.get_loop()))
         replies.write(json.dumps([result, fit, crowded]).encode() + b"\n")
 

@@ -47,7 +47,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a model reads it that scores it: a chat and a text, or the policy's own token ids."""
+    """An answer as a model reads it that scores it: a chat and a text, or the policy's own token
+    ids."""
 
     messages: tuple[Mapping[str, Any], ...]
     response: str  # what the policy wrote, and nothing else
@@ -61,7 +62,8 @@ RewardModelCall = Callable[[Sequence[Answer]], Scores | Awaitable[Scores]]
 
 
 def model_score(value: float, cut: bool = False, **more: float) -> Score | Failure:
-    """Return the score of a reward model or a judge. ``cut``: it did not see the end of the answer."""
+    """Return the score of a reward model or a judge. ``cut``: it did not see the end of the
+    answer."""
     if not math.isfinite(value):
         return Failure(ScoreStatus.CRASH, f"the reward model gave {value}\n")
     return Score(value, {"model": value, "model_cut": float(cut), **more})
@@ -72,18 +74,27 @@ class ScoreError(ValueError):
 
 
 class CustomFunction:
-    """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
+    """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info,
+    **reward_kwargs)``.
 
-    It is called by argument name with those of the four that it takes; it must take ``solution_str``. ``path`` is a
-    Python file or a module's name, whose ``EXAMPLES`` and ``check_ground_truth`` are used like a scorer's. One of
-    ``lists`` (verl's batch manager) takes lists, here of one answer, and returns a list. Raises InputError.
+    It is called by argument name with those of the four that it takes; it must take
+    ``solution_str``. ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and
+    ``check_ground_truth`` are used like a scorer's. One of ``lists`` (verl's batch manager) takes
+    lists, here of one answer, and returns a list. Raises InputError.
     """
 
     def __init__(
-        self, path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None, lists: bool = False
+        self,
+        path: str,
+        name: str = "compute_score",
+        kwargs: Mapping[str, Any] | None = None,
+        lists: bool = False,
     ):
         self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "lists": lists}
-        self.lists, self.known = lists, tuple(f"{name}s" for name in ARGUMENTS) if lists else ARGUMENTS
+        self.lists, self.known = (
+            lists,
+            tuple(f"{name}s" for name in ARGUMENTS) if lists else ARGUMENTS,
+        )
         self.name, self.kwargs = f"{path}:{name}", dict(kwargs or {})
         self._loop: asyncio.AbstractEventLoop | None = None  # for a function that asks for one
         where = path.removeprefix("file://").removeprefix("pkg://")
@@ -97,38 +108,55 @@ class CustomFunction:
             trace = traceback.format_exc(limit=-3).rstrip()
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
         self.examples = tuple(getattr(module, "EXAMPLES", ()))
-        self.code = "".join(linecache.getlines(str(module.__file__)))  # its texts hold the tokens that it looks for
+        # Its texts hold the tokens that it looks for
+        self.code = "".join(linecache.getlines(str(module.__file__)))
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
         try:
             signature = inspect.signature(self.function)
             takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-            self.arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
+            self.arguments = tuple(
+                name for name in self.known if takes_all or name in signature.parameters
+            )
             if self.known[1] not in self.arguments:
                 raise TypeError(f"it has no argument {self.known[1]}")
             signature.bind(**dict.fromkeys(self.arguments), **self.kwargs)
         except TypeError as error:
-            rule = f"is called by name with ({', '.join([*self.known, *self.kwargs])}), which it refuses: {error}"
+            rule = (
+                f"is called by name with ({', '.join([*self.known, *self.kwargs])}), which it "
+                f"refuses: {error}"
+            )
             fix = f"rename its arguments, or correct {CUSTOM}.reward_kwargs"
             raise InputError(f"{CUSTOM}.name={name}: {rule}; {fix}") from error
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the function in the shape of a built-in scorer, for one data source."""
-        return Scorer(self.name, partial(self._call, data_source), self.examples, self.check_ground_truth)
+        return Scorer(
+            self.name, partial(self._call, data_source), self.examples, self.check_ground_truth
+        )
 
-    def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
+    def _call(
+        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> Any:
         # Copies: what the function does to its arguments must not reach the example in memory.
         values = (data_source, response, *copy.deepcopy((ground_truth, dict(extra_info))))
         values = [[value] for value in values] if self.lists else values
-        given = {name: value for name, value in zip(self.known, values, strict=True) if name in self.arguments}
+        given = {
+            name: value
+            for name, value in zip(self.known, values, strict=True)
+            if name in self.arguments
+        }
         with self._own_event_loop():
             result = self.function(**given, **self.kwargs)
         if self.lists and len(result) != 1:
-            raise ScoreError(f"a function of lists must return one result an answer: got {result!r:.100} for one")
+            raise ScoreError(
+                f"a function of lists must return one result an answer: got {result!r:.100} for one"
+            )
         return result[0] if self.lists else result
 
     @contextmanager
     def _own_event_loop(self) -> Iterator[None]:
-        """Let the function run an event loop (``asyncio.run``), which one that runs in this thread would refuse."""
+        """Let the function run an event loop (``asyncio.run``), which one that runs in this thread
+        would refuse."""
         running = asyncio._get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
@@ -142,10 +170,15 @@ class CustomFunction:
 
 
 class Scorers:
-    """The scorers of a run and their options: the table of :mod:`reward_scores`, or the user's function for all."""
+    """The scorers of a run and their options: the table of :mod:`reward_scores`, or the user's
+    function for all."""
 
-    def __init__(self, reward_kwargs: Mapping[str, Any] | None = None, custom: CustomFunction | None = None):
-        self.reward_kwargs = {name: dict(options or {}) for name, options in (reward_kwargs or {}).items()}
+    def __init__(
+        self, reward_kwargs: Mapping[str, Any] | None = None, custom: CustomFunction | None = None
+    ):
+        self.reward_kwargs = {
+            name: dict(options or {}) for name, options in (reward_kwargs or {}).items()
+        }
         self.custom = custom
 
     def scorer(self, data_source: str) -> Scorer:
@@ -156,12 +189,14 @@ class Scorers:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """Return the libraries of a data source's scorer whose work may not end. Raises UnknownDataSource."""
+        """Return the libraries of a data source's scorer whose work may not end. Raises
+        UnknownDataSource."""
         scorer = self.scorer(data_source)
         return tuple(scorer.libraries(**self.options(scorer)))
 
     def __call__(self, job: Job) -> Any:
-        """Return what the scorer returned, for :func:`as_score` to read; an awaitable of it from an async function."""
+        """Return what the scorer returned, for :func:`as_score` to read; an awaitable of it from an
+        async function."""
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
@@ -183,7 +218,8 @@ class JoinedCalls:
         return await answer
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # lets what arrives in the same turn of the event loop join the first call
+        # Lets what arrives in the same turn of the event loop join the first call
+        await asyncio.sleep(0)
         while waiting := [(item, answer) for item, answer in self._waiting if not answer.done()]:
             self._waiting = []
             try:
@@ -210,17 +246,22 @@ def crash(error: BaseException) -> Failure:
 def as_score(result: Any) -> Score:
     """Read what a scorer returned: a number, a dict with ``score``, or a :class:`Score`.
 
-    Of a dict, ``pred`` is the answer that was read, other finite numbers (``acc`` among them) are parts, and anything
-    else is kept as text (``notes``). The status is OK where ``acc`` (the score itself, unless given) is above 0.
-    Raises ScoreError where ``score`` or ``acc`` is no finite number.
+    Of a dict, ``pred`` is the answer that was read, other finite numbers (``acc`` among them) are
+    parts, and anything else is kept as text (``notes``). The status is OK where ``acc`` (the score
+    itself, unless given) is above 0. Raises ScoreError where ``score`` or ``acc`` is no finite
+    number.
     """
     if isinstance(result, Score):
         parts, notes = _parts(result.parts)
-        return dataclasses.replace(result, value=_number(result.value), parts=parts, notes={**result.notes, **notes})
+        return dataclasses.replace(
+            result, value=_number(result.value), parts=parts, notes={**result.notes, **notes}
+        )
     fields = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in fields:
         has = ", ".join(map(repr, fields)) or "nothing"
-        raise ScoreError(f"the reward function returned a dict without 'score' (it has {has}); {RETURN}")
+        raise ScoreError(
+            f"the reward function returned a dict without 'score' (it has {has}); {RETURN}"
+        )
     value, pred = _number(fields.pop("score")), fields.pop("pred", None)
     parts, notes = _parts(fields)
     status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
@@ -228,7 +269,8 @@ def as_score(result: Any) -> Score:
 
 
 def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for ``acc`` among these."""
+    """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for
+    ``acc`` among these."""
     parts, notes = {}, {}
     for name, part in given.items():
         if name == "acc" and part is not None or finite_number(part) is not None:
@@ -241,17 +283,23 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
 def _number(value: Any, name: Any = "score") -> float:
     number = finite_number(value)
     if number is None:
-        shown = "None (is a return missing?)" if value is None else f"a {type(value).__name__} ({value!r:.100})"
+        shown = (
+            "None (is a return missing?)"
+            if value is None
+            else (f"a {type(value).__name__} ({value!r:.100})")
+        )
         rule = f"{RETURN}, finite and at most {LARGEST:g}"
         raise ScoreError(f"the reward function returned {shown} as its {str(name)!r}; {rule}")
     return number
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number as a float; None for anything else, and for one that is not finite or too large."""
+    """Return a number as a float; None for anything else, and for one that is not finite or too
+    large."""
     try:
         scalar = value.item() if hasattr(value, "item") else value  # of numpy and torch
         number = math.nan if isinstance(scalar, str | bytes) else float(scalar)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, an int beyond any float
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        # An array of several, an int beyond any float
         return None
     return number if abs(number) <= LARGEST else None

@@ -1,8 +1,10 @@
-"""Episodes of several turns: the policy writes, a tool answers, until there is an answer or no room is left.
+"""Episodes of several turns: the policy writes, a tool answers, until there is an answer or no room
+is left.
 
-A loop is a class with ``async run(episode)``, which asks for turns and adds what its tools return, in plain Python. An
-:class:`Episode` keeps one stream of token ids: what the policy sampled stays as it was sampled, what is added is
-encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
+A loop is a class with ``async run(episode)``, which asks for turns and adds what its tools return,
+in plain Python. An :class:`Episode` keeps one stream of token ids: what the policy sampled stays as
+it was sampled, what is added is encoded once and lies outside ``response_mask`` with log-prob 0.
+Nothing is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ KEY = "actor_rollout_ref.rollout.agent_loop"
 
 
 class AgentLoop:
-    """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run, many at a time.
+    """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run,
+    many at a time.
 
-    ``recipes/search_r1/search_loop.py`` is one. ``tags`` are what it reads in the policy's text. What
-    ``__init__`` raises ends the run before a model loads.
+    ``recipes/search_r1/search_loop.py`` is one. ``tags`` are what it reads in the policy's text.
+    What ``__init__`` raises ends the run before a model loads.
     """
 
     tags: Sequence[str] = ()
@@ -49,7 +52,8 @@ class AgentLoop:
         raise NotImplementedError
 
     def check(self, example: Example | Prompt) -> str | None:
-        """Return what is wrong with an example of the data for this loop, or None. Every one passes before a start."""
+        """Return what is wrong with an example of the data for this loop, or None. Every one passes
+        before a start."""
         return None
 
     def tools_of(self, example: Example) -> Sequence[Any]:
@@ -57,7 +61,8 @@ class AgentLoop:
         return ()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return numbers of the episodes since the last call, under full names (``agent/...``), for the step's log."""
+        """Return numbers of the episodes since the last call, under full names (``agent/...``), for
+        the step's log."""
         return {}
 
     def close(self) -> None:
@@ -65,11 +70,14 @@ class AgentLoop:
 
 
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
-    """Return the configured loop, None where each trajectory is one turn. Raises InputError for a path to no loop."""
+    """Return the configured loop, None where each trajectory is one turn. Raises InputError for a
+    path to no loop."""
     spec = config.actor_rollout_ref.rollout.agent_loop
     kind = spec and load_object(registry.AGENT_LOOPS.get(spec, spec), KEY)
     if spec and not (isinstance(kind, type) and issubclass(kind, AgentLoop)):
-        raise InputError(f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop")
+        raise InputError(
+            f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop"
+        )
     return kind(config, tokenizer) if spec else None
 
 
@@ -87,15 +95,19 @@ def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt])
     for example in examples if loop is not None else ():
         if trouble := loop.check(example):
             where = example.where if isinstance(example, Example) else f"uid {example.uid}"
-            problems.add(KEY, "an example does not suit its loop", "correct the data", where, trouble)
+            problems.add(
+                KEY, "an example does not suit its loop", "correct the data", where, trouble
+            )
     problems.raise_if_any()
 
 
 class Barrier:
-    """Runs tools and scorers. Results of a kind that it ``holds`` are handed out together, once no job is outstanding.
+    """Runs tools and scorers. Results of a kind that it ``holds`` are handed out together, once no
+    job is outstanding.
 
-    Where results decide what is generated next (filtered groups, turns after a tool), an engine in this process awaits
-    :meth:`settled` before each step: which samples decode together, and with it every last bit, is then no chance.
+    Where results decide what is generated next (filtered groups, turns after a tool), an engine in
+    this process awaits :meth:`settled` before each step: which samples decode together, and with it
+    every last bit, is then no chance.
     """
 
     def __init__(self) -> None:
@@ -124,7 +136,8 @@ class Barrier:
             self._round, self._end, self._news = [], asyncio.Event(), True
 
     async def settled(self) -> bool:
-        """Wait until no result is outstanding. Return whether any was handed out since the last call."""
+        """Wait until no result is outstanding. Return whether any was handed out since the last
+        call."""
         while self._round:
             await asyncio.wait(self._round)
         news, self._news = self._news, False
@@ -133,7 +146,8 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Limits:
-    """``response`` tokens of the whole episode after the prompt, tools' included; ``turn`` of one of its turns."""
+    """``response`` tokens of the whole episode after the prompt, tools' included; ``turn`` of one
+    of its turns."""
 
     response: int
     turn: int
@@ -142,14 +156,24 @@ class Limits:
 class Episode:
     """One sample of one prompt while it grows.
 
-    ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`. ``seed``, the first turn's,
-    is one that no other sample of the run has.
+    ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`.
+    ``seed``, the first turn's, is one that no other sample of the run has.
     """
 
     def __init__(
-        self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits, sampler: TrajectorySampler
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        sampling: SamplingParams,
+        limits: Limits,
+        sampler: TrajectorySampler,
     ):
-        self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
+        self.prompt, self.sample_index, self.sampling, self.limits = (
+            prompt,
+            sample_index,
+            sampling,
+            limits,
+        )
         self.sampler = sampler
         self.seed = sampling_seed(sampler.run_seed, prompt.ordinal, sample_index)
         self.turns = self.tool_calls = 0
@@ -175,29 +199,47 @@ class Episode:
         return self._full or self.left < 1
 
     async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Segment:
-        """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
+        """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a
+        limit.
 
-        The token that completes a stop string is kept, whatever follows the string in it. Each turn has its own seed.
+        The token that completes a stop string is kept, whatever follows the string in it. Each turn
+        has its own seed.
         """
         room = min(self.left, self.limits.turn, max_tokens or self.left)
         if self.over:
-            raise RuntimeError(f"no room for a turn: {len(self.ids)} of {self.limits.response} tokens are written")
+            raise RuntimeError(
+                f"no room for a turn: {len(self.ids)} of {self.limits.response} tokens are written"
+            )
         check_readable(self.sampler.tokenizer, stop)
-        sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
-        seed = sampling_seed(self.sampler.run_seed, self.prompt.ordinal, self.sample_index, self.turns)
+        sampling = dataclasses.replace(
+            self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop)
+        )
+        seed = sampling_seed(
+            self.sampler.run_seed, self.prompt.ordinal, self.sample_index, self.turns
+        )
         ids = (*self.prompt.token_ids, *self.ids)
         request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
         wrote = await self.sampler.engine.sample(request)
-        self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", wrote.response_text))
+        self._append(
+            wrote.response_ids.tolist(),
+            True,
+            wrote.logprobs.tolist(),
+            Segment("policy", wrote.response_text),
+        )
         self._versions.append(wrote.policy_version)
         self.turns += 1
         self.stop = wrote.stop
         return self._segments[-1]
 
     async def call(
-        self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None, *, counted: bool = True
+        self,
+        job: Callable[[], Awaitable[Any]],
+        timeout_s: float | None = None,
+        *,
+        counted: bool = True,
     ) -> Any:
-        """Await a tool, as a call if it is ``counted``. Raises TimeoutError after ``timeout_s``, and what it raises."""
+        """Await a tool, as a call if it is ``counted``. Raises TimeoutError after ``timeout_s``,
+        and what it raises."""
         self.tool_calls += counted
 
         async def bounded() -> Any:
@@ -207,14 +249,16 @@ class Episode:
         return await self.sampler.barrier.run("tools", bounded)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text that is not the policy's. What looks like a special token in it stays text."""
+        """Return the ids of text that is not the policy's. What looks like a special token in it
+        stays text."""
         return encode_literally(self.sampler.tokenizer, writable(text))
 
     def add(self, text: str, role: str = "tool", ids: Sequence[int] | None = None) -> bool:
-        """Append text that the policy did not write: all of it or, where it would leave no token to the policy, none.
+        """Append text that the policy did not write: all of it or, where it would leave no token to
+        the policy, none.
 
-        ``ids`` are its own, if they are not :meth:`encode`'s. Returns whether the policy can go on. Where it cannot,
-        the episode is over and counts as truncated.
+        ``ids`` are its own, if they are not :meth:`encode`'s. Returns whether the policy can go on.
+        Where it cannot, the episode is over and counts as truncated.
         """
         if role == "policy":
             raise ValueError("role='policy' is kept for what the engine sampled")
@@ -229,7 +273,9 @@ class Episode:
         """End the episode as truncated: something that has to follow has no room."""
         self._full, self.stop = True, Stop.LENGTH
 
-    def _append(self, ids: list[int], by_policy: bool, logprobs: list[float], segment: Segment) -> None:
+    def _append(
+        self, ids: list[int], by_policy: bool, logprobs: list[float], segment: Segment
+    ) -> None:
         self.ids += ids
         self._mask += [by_policy] * len(ids)
         self._logprobs += logprobs
@@ -266,11 +312,16 @@ class TrajectorySampler:
     agent_loop: AgentLoop | None = None
     barrier: Barrier = field(default_factory=Barrier)
 
-    async def sample(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
-        """Return an episode of the agent loop, played to its end, or without a loop one turn of the engine."""
+    async def sample(
+        self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits
+    ) -> Trajectory:
+        """Return an episode of the agent loop, played to its end, or without a loop one turn of the
+        engine."""
         if self.agent_loop is None:
             seed = sampling_seed(self.run_seed, prompt.ordinal, sample_index)
-            return await self.engine.sample(SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media))
+            return await self.engine.sample(
+                SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media)
+            )
         episode = Episode(prompt, sample_index, sampling, limits, self)
         await self.agent_loop.run(episode)
         return episode.trajectory()

@@ -1,8 +1,9 @@
 """Streaming collection: the P lowest ordinals that pass ``keep_group``, whatever finishes first.
 
-Groups are drawn in the order of their ordinals, scored and filtered as they finish while others still decode. Which
-groups a step trains on depends on the ordinals and on ``keep_group`` alone: dropping what finishes late would train
-silently on short answers. Timing decides only how many ordinals beyond the last chosen one were begun in vain.
+Groups are drawn in the order of their ordinals, scored and filtered as they finish while others
+still decode. Which groups a step trains on depends on the ordinals and on ``keep_group`` alone:
+dropping what finishes late would train silently on short answers. Timing decides only how many
+ordinals beyond the last chosen one were begun in vain.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class CollectState:
     """What collecting carries from step to step, and what a checkpoint stores of it."""
 
     next_ordinal: int = 0
-    keep_rate: float = 1.0  # share of groups that passed, as last seen: steers how many are begun at once
-    carried: Mapping[int, FilteredGroup] = field(default_factory=dict)  # from next_ordinal on, kept or dropped
+    # Share of groups that passed, as last seen: steers how many are begun at once
+    keep_rate: float = 1.0
+    # From next_ordinal on, kept or dropped
+    carried: Mapping[int, FilteredGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class CollectLimits:
     wanted: int  # groups a step (P)
     in_flight: int  # prompts at once
     drawn: int  # prompts for one step, at most
-    raise_on_exhausted: bool = True  # where too few groups pass; else the step trains on what there is
+    # Where too few groups pass; else the step trains on what there is
+    raise_on_exhausted: bool = True
     keys: str = "data.gen_batch_size"  # whose values could be raised then
 
 
@@ -69,11 +73,14 @@ class StopRequested(Exception):
 
 
 def without_carried(state: CollectState) -> CollectState:
-    """Return the state as a checkpoint may hold it: timing decides what is answered beyond a step."""
+    """Return the state as a checkpoint may hold it: timing decides what is answered beyond a
+    step."""
     return dataclasses.replace(state, carried={})
 
 
-async def results_of(work: Iterable[Awaitable[Any]], stop_requested: Callable[[], bool] | None = None) -> list[Any]:
+async def results_of(
+    work: Iterable[Awaitable[Any]], stop_requested: Callable[[], bool] | None = None
+) -> list[Any]:
     """Return the results of all ``work``; if one fails, or a stop is requested, cancel the others.
 
     Unlike after asyncio.gather, no request is left in an engine whose weights change next.
@@ -84,7 +91,9 @@ async def results_of(work: Iterable[Awaitable[Any]], stop_requested: Callable[[]
     timeout = STOP_POLL_S if stop_requested else None
     try:
         while pending:
-            done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(
+                pending, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION
+            )
             for task in done:
                 task.result()  # raises what it failed with
             if pending and stop_requested and stop_requested():
@@ -111,11 +120,13 @@ async def collect(
     after_group: Callable[[], None] = lambda: None,
     ahead: bool = False,
 ) -> Collected:
-    """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort the others.
+    """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort
+    the others.
 
-    ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn`` prompts have none that
-    passes, or with ``limits.raise_on_exhausted`` too few, and :class:`StopRequested` once ``stop_requested()`` is true.
-    ``after_group()`` is called after each group that ended.
+    ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn``
+    prompts have none that passes, or with ``limits.raise_on_exhausted`` too few, and
+    :class:`StopRequested` once ``stop_requested()`` is true. ``after_group()`` is called after each
+    group that ended.
     """
     groups, drawing = _Groups(roll_group, keep_group, state, limits), state.next_ordinal
     try:
@@ -134,8 +145,10 @@ async def collect(
     chosen = groups.passed(drawing)[: limits.wanted]
     if len(chosen) < limits.wanted:
         message = (
-            f"{len(chosen)} of the {limits.wanted} groups a step needs passed keep_group after {groups.drawn} prompts "
-            f"({len(groups.decided) - groups.kept} dropped): the data may be too easy or too hard for the policy; "
+            f"{len(chosen)} of the {limits.wanted} groups a step needs passed keep_group after "
+            f"{groups.drawn} prompts "
+            f"({len(groups.decided) - groups.kept} dropped): the data may be too easy or too hard "
+            f"for the policy; "
             f"raise {limits.keys}, or change the data"
         )
         if limits.raise_on_exhausted or not chosen:
@@ -146,30 +159,40 @@ async def collect(
     spare = -(-through // 10) if through > len(chosen) else 0
     window = range(following, following + min(through + spare, limits.drawn)) if ahead else range(0)
     too_old = set(state.carried) if ahead else set()  # for the next step
-    dropped = sum(ordinal < following and isinstance(one, Dropped) for ordinal, one in groups.decided.items())
+    dropped = sum(
+        ordinal < following and isinstance(one, Dropped) for ordinal, one in groups.decided.items()
+    )
     surplus = {ordinal: one for ordinal, one in groups.decided.items() if ordinal >= following}
     carried = {ordinal: one for ordinal, one in surplus.items() if ordinal not in too_old}
     metrics = {
         "collect/prompts_drawn": groups.drawn,
         "collect/prompts_dropped": dropped,
         "collect/keep_rate": groups.keep_rate,
-        "collect/wasted_tokens": sum(one.tokens for o, one in surplus.items() if o not in window or o in too_old),
+        "collect/wasted_tokens": sum(
+            one.tokens for o, one in surplus.items() if o not in window or o in too_old
+        ),
         "collect/next_ordinal": following,
     }
-    return Collected(tuple(chosen), CollectState(following, groups.keep_rate, carried), metrics, window)
+    return Collected(
+        tuple(chosen), CollectState(following, groups.keep_rate, carried), metrics, window
+    )
 
 
 async def collect_ahead(
     roll_group: RollGroup, keep_group: KeepGroup, collected: Collected, limits: CollectLimits
 ) -> CollectState:
-    """Have the ordinals of ``collected.window`` answered and filtered with the current policy, and no others.
+    """Have the ordinals of ``collected.window`` answered and filtered with the current policy, and
+    no others.
 
-    They are as many as the step went through and, where groups are dropped, a tenth more. What the next step lacks its
-    own policy answers, and what it does not reach is drawn again: timing decides no ordinal's policy.
+    They are as many as the step went through and, where groups are dropped, a tenth more. What the
+    next step lacks its own policy answers, and what it does not reach is drawn again: timing
+    decides no ordinal's policy.
     """
     state, window = collected.state, collected.window
     known = {ordinal: one for ordinal, one in state.carried.items() if ordinal in window}
-    groups = _Groups(roll_group, keep_group, CollectState(state.next_ordinal, state.keep_rate, known), limits)
+    groups = _Groups(
+        roll_group, keep_group, CollectState(state.next_ordinal, state.keep_rate, known), limits
+    )
     missing = [ordinal for ordinal in window if ordinal not in known]
     try:
         while missing or groups.in_flight:
@@ -185,7 +208,13 @@ async def collect_ahead(
 class _Groups:
     """The groups of one call: in flight, and decided, which is kept or dropped."""
 
-    def __init__(self, roll_group: RollGroup, keep_group: KeepGroup, state: CollectState, limits: CollectLimits):
+    def __init__(
+        self,
+        roll_group: RollGroup,
+        keep_group: KeepGroup,
+        state: CollectState,
+        limits: CollectLimits,
+    ):
         self.roll_group, self.keep_group, self.limits = roll_group, keep_group, limits
         self.last_rate = state.keep_rate
         self.decided: dict[int, FilteredGroup] = dict(state.carried)
@@ -200,11 +229,16 @@ class _Groups:
 
     async def filter_finished(self) -> int:
         """Wait for groups and filter them. Return how many ended."""
-        done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
+        done, _ = await asyncio.wait(
+            self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        # A set has no order, a replay needs one
+        for task in sorted(done, key=self.in_flight.__getitem__):
             ordinal = self.in_flight.pop(task)
             group = task.result()
-            self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
+            self.decided[ordinal] = (
+                group if self.keep_group(group) else Dropped(group.version, group.tokens)
+            )
         return len(done)
 
     async def abort(self) -> None:
@@ -220,7 +254,8 @@ class _Groups:
         """Return whether the ordinal ``drawing`` is expected to be needed, and may be drawn."""
         if len(self.in_flight) >= self.limits.in_flight or self.drawn >= self.limits.drawn:
             return False
-        # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
+        # A carried group counts once the ordinals below it are begun: skipping one of them would be
+        # a bias.
         expected = len(self.in_flight) * max(self.keep_rate, 0.01)
         return len(self.passed(drawing)) + expected < self.limits.wanted
 
@@ -230,12 +265,14 @@ class _Groups:
 
     @property
     def keep_rate(self) -> float:
-        """The last step's rate, corrected by what was seen; one step's worth of groups weighs as much."""
+        """The last step's rate, corrected by what was seen; one step's worth of groups weighs as
+        much."""
         wanted = self.limits.wanted
         return (self.last_rate * wanted + self.kept) / (wanted + len(self.decided))
 
     def settled(self, first: int) -> bool:
-        """Return whether the lowest ordinals from ``first`` on that pass are known: none below is undecided."""
+        """Return whether the lowest ordinals from ``first`` on that pass are known: none below is
+        undecided."""
         end = first
         while end in self.decided:
             end += 1
@@ -243,14 +280,21 @@ class _Groups:
 
 
 def make_deterministic(config: Config, engine: RolloutEngine, barrier: Barrier) -> None:
-    """Have an engine in this process await what decides which samples decode together: a run then repeats to the bit.
+    """Have an engine in this process await what decides which samples decode together: a run then
+    repeats to the bit.
 
-    Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``.
+    Scores are awaited where they decide what is begun next, tools with
+    ``multi_turn.deterministic_tools``.
     """
     if not isinstance(engine, InProcessEngine):
         return
-    tools, in_flight = config.actor_rollout_ref.rollout.multi_turn.deterministic_tools, config.data.gen_batch_size
-    scores = config.drops_groups or (in_flight is not None and in_flight < config.data.train_batch_size)
+    tools, in_flight = (
+        config.actor_rollout_ref.rollout.multi_turn.deterministic_tools,
+        config.data.gen_batch_size,
+    )
+    scores = config.drops_groups or (
+        in_flight is not None and in_flight < config.data.train_batch_size
+    )
     barrier.holds = frozenset(kind for kind, held in (("tools", tools), ("scores", scores)) if held)
     engine.before_step = barrier.settled if barrier.holds else None
 

@@ -1,10 +1,11 @@
-"""The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): it makes a turn's calls and adds their answers.
+"""The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): it makes a turn's calls and
+adds their answers.
 
-A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``, behind a turn's thought. A turn with
-calls is followed by their answers; one without goes to the example's simulated user or ends the episode.
-Both are framed as the chat template writes messages of roles ``tool`` and ``user``. Calls that cannot be
-made are answered with the error, and so are tools that fail or take too long. A simulated user who fails
-or takes too long ends the episode, which has no score.
+A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``, behind a turn's thought. A turn
+with calls is followed by their answers; one without goes to the example's simulated user or ends
+the episode. Both are framed as the chat template writes messages of roles ``tool`` and ``user``.
+Calls that cannot be made are answered with the error, and so are tools that fail or take too long.
+A simulated user who fails or takes too long ends the episode, which has no score.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def behind_thought(text: str, thinking: bool) -> str:
 
 
 class Instance:
-    """A tool or a simulated user in one episode. ``kwargs`` has the example's arguments of each method."""
+    """A tool or a simulated user in one episode. ``kwargs`` has the example's arguments of each
+    method."""
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class Instance:
         self.failure: Exception | None = None  # it could not begin
 
     async def call(self, name: str, *args: Any, counted: bool = False) -> Any:
-        """Return what a method returned. ``counted``: it is a call that the policy made. Raises what it raises."""
+        """Return what a method returned. ``counted``: it is a call that the policy made. Raises
+        what it raises."""
         if self.failure is not None:
             raise self.failure
         job = partial(self.calls.call, self.bound(name, *args), self.timeout_s)
@@ -111,8 +114,11 @@ class Instance:
 
 
 def read_answer(answer: Any) -> tuple[str, float | None]:
-    """Return the text and the reward of a tool's answer: a text, or a text or ToolResponse with reward and metrics."""
-    response, reward, *_ = answer if isinstance(answer, tuple) and len(answer) > 1 else (answer, None)
+    """Return the text and the reward of a tool's answer: a text, or a text or ToolResponse with
+    reward and metrics."""
+    response, reward, *_ = (
+        answer if isinstance(answer, tuple) and len(answer) > 1 else (answer, None)
+    )
     text = getattr(response, "text", response)
     if not isinstance(text, str):
         raise ValueError(f"it returned {type(text).__name__}, not text alone")
@@ -151,7 +157,9 @@ class ToolAgentLoop(AgentLoop):
     def __init__(self, config: Config, tokenizer: Any):
         super().__init__(config, tokenizer)
         self.options = config.actor_rollout_ref.rollout.multi_turn
-        self.tools: dict[str, BaseTool] = listed.load_listed(self.options.tool_config_path, BaseTool)
+        self.tools: dict[str, BaseTool] = listed.load_listed(
+            self.options.tool_config_path, BaseTool
+        )
         self.users: dict[str, BaseInteraction]
         self.users = listed.load_listed(self.options.interaction_config_path, BaseInteraction)
         owners = (*self.tools.values(), *self.users.values())
@@ -161,7 +169,8 @@ class ToolAgentLoop(AgentLoop):
         kwargs = vocabulary.template_arguments(config.data)
         self.whole_tokens = vocabulary.whole_tokens(tokenizer)
         self.ends = vocabulary.template_ends(tokenizer, kwargs)
-        schemas = [tool.schema for tool in self.tools.values()]  # some tokenizers have a template of its own for them
+        # Some tokenizers have a template of its own for them
+        schemas = [tool.schema for tool in self.tools.values()]
         with_tools = {"tools": schemas} if schemas else {}
         self.template = vocabulary.template_of(tokenizer, {**kwargs, **with_tools})
         self.has_template = vocabulary.has_template(tokenizer, kwargs)
@@ -191,7 +200,9 @@ class ToolAgentLoop(AgentLoop):
     def tools_of(self, example: Example) -> list[Mapping[str, Any]]:
         if self.check(example):  # which is reported of every example before a start
             return []
-        return [tool.schema for tool in listed.chosen_tools(self.tools, example.extra_info).values()]
+        return [
+            tool.schema for tool in listed.chosen_tools(self.tools, example.extra_info).values()
+        ]
 
     async def run(self, episode: Episode) -> None:
         facts = episode.prompt.extra_info
@@ -215,12 +226,15 @@ class ToolAgentLoop(AgentLoop):
         began = [tool for tool in tools.values() if tool.failure is None]
         await asyncio.gather(*(self.attempt(tool, "release") for tool in began))
 
-    def instance(self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode) -> Instance:
+    def instance(
+        self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode
+    ) -> Instance:
         calls = self.calls[id(owner)]
         return Instance(owner, kwargs, episode, calls, self.options.tool_timeout_s)
 
     async def attempt(self, tool: Instance, method: str) -> None:
-        """Call a tool's method at the beginning or end of an episode. What it raises is its failure."""
+        """Call a tool's method at the beginning or end of an episode. What it raises is its
+        failure."""
         try:
             await tool.call(method)
         except Exception as error:
@@ -233,10 +247,17 @@ class ToolAgentLoop(AgentLoop):
         if tool.owner.name not in self.traced:
             self.traced.add(tool.owner.name)
             trace = "".join(traceback.format_exception(error, limit=-8))[-TRACE:]
-            log.warning("%s failed; further failures are counted alone\n%s", tool.owner.name, printable(trace))
+            log.warning(
+                "%s failed; further failures are counted alone\n%s",
+                tool.owner.name,
+                printable(trace),
+            )
 
-    async def take_turns(self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode) -> None:
-        """Alternate with the policy: tools answer a turn with calls, the user, where there is one, any other."""
+    async def take_turns(
+        self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode
+    ) -> None:
+        """Alternate with the policy: tools answer a turn with calls, the user, where there is one,
+        any other."""
         messages = list(episode.prompt.messages)
         thinking = episode.prompt.opened_tag == THOUGHT
         while not episode.over:
@@ -255,14 +276,19 @@ class ToolAgentLoop(AgentLoop):
                 return
             thinking = self.written(role, answers).rstrip().endswith(THOUGHT)
 
-    async def answers(self, calls: Sequence[Call], tools: Mapping[str, Instance], episode: Episode) -> list[str]:
-        """Make the calls of a turn, all at the same time, and return their results in the order of the calls."""
+    async def answers(
+        self, calls: Sequence[Call], tools: Mapping[str, Instance], episode: Episode
+    ) -> list[str]:
+        """Make the calls of a turn, all at the same time, and return their results in the order of
+        the calls."""
         permitted = calls[: self.options.max_parallel_calls]
         answers = await asyncio.gather(*(self.outcome(call, tools, episode) for call in permitted))
         episode.tool_rewards += [reward for _, reward in answers if reward is not None]
         return [self.cut(writable(text)) for text, _ in answers]
 
-    async def outcome(self, call: Call, tools: Mapping[str, Instance], episode: Episode) -> tuple[str, float | None]:
+    async def outcome(
+        self, call: Call, tools: Mapping[str, Instance], episode: Episode
+    ) -> tuple[str, float | None]:
         """Return a call's answer and reward, or the error that the policy reads in its place."""
         if problem := self.problem(call, tools, episode):
             self.counts["invalid"] += 1
@@ -286,8 +312,11 @@ class ToolAgentLoop(AgentLoop):
             return f"no call is left: an episode has {most}"
         return call.problem or self.tools[call.name].problem(call.arguments)
 
-    async def reply(self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode) -> list[str]:
-        """Return the user's text and keep their score; nothing where they end the episode, or fail."""
+    async def reply(
+        self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode
+    ) -> list[str]:
+        """Return the user's text and keep their score; nothing where they end the episode, or
+        fail."""
         self.counts["user_turns"] += 1
         try:
             answer = await user.call("generate_response", [dict(message) for message in messages])
@@ -301,7 +330,8 @@ class ToolAgentLoop(AgentLoop):
         return [] if over else [writable(text)]
 
     def cut(self, text: str) -> str:
-        """Return at most ``max_tool_response_length`` characters, of the side that is to be kept (verl's rule)."""
+        """Return at most ``max_tool_response_length`` characters, of the side that is to be kept
+        (verl's rule)."""
         most, side = self.options.max_tool_response_length, self.options.tool_response_truncate_side
         if len(text) <= most:
             return text
@@ -310,7 +340,8 @@ class ToolAgentLoop(AgentLoop):
         return f"{before}{'...' if before else ''}(truncated){'...' if behind else ''}{behind}"
 
     def add(self, role: str, texts: Sequence[str], episode: Episode) -> bool:
-        """Append messages of a role and the beginning of the policy's next turn, without the end that it wrote itself.
+        """Append messages of a role and the beginning of the policy's next turn, without the end
+        that it wrote itself.
 
         What is in a message is text, whatever it looks like. Returns whether the policy can go on.
         """
@@ -333,11 +364,16 @@ class ToolAgentLoop(AgentLoop):
     def metrics(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()
         asked = counts["made"] + counts["invalid"]
-        shares = {f"agent/{name}_calls": counts[name] / max(asked, 1) for name in ("invalid", "refused", "failed")}
+        shares = {
+            f"agent/{name}_calls": counts[name] / max(asked, 1)
+            for name in ("invalid", "refused", "failed")
+        }
         if self.users:
             failed = counts["failed_user_turns"] / max(counts["user_turns"], 1)
             shares["agent/failed_user_turns"] = failed
-        others = {f"agent/{name}": float(counts[name]) for name in ("tool_state_failures", "user_turns")}
+        others = {
+            f"agent/{name}": float(counts[name]) for name in ("tool_state_failures", "user_turns")
+        }
         return {"agent/calls": float(asked), **shares, **others}
 
     def close(self) -> None:

@@ -1,18 +1,21 @@
-"""Tools that a policy may call, simulated users that answer it, and the YAML files that list them, in verl's form.
+"""Tools that a policy may call, simulated users that answer it, and the YAML files that list them,
+in verl's form.
 
     tools:                                           # multi_turn.tool_config_path
       - class_name: recipes.lab.tools.Calculator     # or path/to/file.py:Class
         config: {}                                   # for the class
-        tool_schema: {type: function, function: {name: calculator, parameters: {...}}}   # or the class's own
+        tool_schema: {type: function, function: {name: calculator, parameters: {...}}}   # or the
+        class's own
 
     interaction:                                     # multi_turn.interaction_config_path
       - name: checker
         class_name: path/to/file.py:Checker
         config: {}
 
-An example has all tools, or those of ``extra_info.tool_selection: [calculator]``, and gives their methods arguments,
-``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}, execute_kwargs: {...}}}``. It has the user that
-``extra_info.interaction_kwargs: {name: checker, ...}`` names, who gets what else stands there; without it, none.
+An example has all tools, or those of ``extra_info.tool_selection: [calculator]``, and gives their
+methods arguments, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}, execute_kwargs:
+{...}}}``. It has the user that ``extra_info.interaction_kwargs: {name: checker, ...}`` names, who
+gets what else stands there; without it, none.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What ``execute`` answers: text. Pictures and videos are not supported: they count as the tool's failure."""
+    """What ``execute`` answers: text. Pictures and videos are not supported: they count as the
+    tool's failure."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +61,8 @@ class ToolResponse(BaseModel):
 
 
 class BaseTool:
-    """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept by its instance id.
+    """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept
+    by its instance id.
 
     A method may be a coroutine, all of which run on one event loop in a thread of their own, or a
     plain ``def``, which may block: each call has a thread. Both are left behind at the deadline
@@ -68,31 +73,40 @@ class BaseTool:
     tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        """``config`` is the file's, ``tool_schema`` too, without one the class's own. Raises what cannot be meant."""
+        """``config`` is the file's, ``tool_schema`` too, without one the class's own. Raises what
+        cannot be meant."""
         self.config, self.tool_schema = config, tool_schema or self.tool_schema
         told = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
-        self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)  # as chat templates read it
+        # As chat templates read it
+        self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)
         Draft202012Validator.check_schema(told.function.parameters)
         self.validator = Draft202012Validator(told.function.parameters)
 
     def problem(self, arguments: Any) -> str | None:
         """Return what is wrong with the arguments of a call, or None where they fit."""
         try:
-            errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
-        except Exception as error:  # what a policy writes may be too deep, or too long a number, for a schema's check
+            errors = sorted(
+                self.validator.iter_errors(arguments), key=lambda error: len(error.message)
+            )
+        except Exception as error:
+            # What a policy writes may be too deep, or too long a number, for a schema's check
             return f"the arguments cannot be read ({type(error).__name__})"
         return errors[0].message[:200] if errors else None
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
         """Begin an episode of this id. ``kwargs`` are the example's ``create_kwargs``."""
         return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Return the answer for the policy, the call's reward or None, and metrics, which are not read; or text alone.
+        """Return the answer for the policy, the call's reward or None, and metrics, which are not
+        read; or text alone.
 
-        Raises ToolError for a call that makes no sense. Anything else is a failure (``agent/failed_calls``).
+        Raises ToolError for a call that makes no sense. Anything else is a failure
+        (``agent/failed_calls``).
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
@@ -104,7 +118,8 @@ class BaseTool:
 
 
 class BaseInteraction:
-    """A simulated user. ``config`` is the file's, with the name. One object serves all episodes, many at a time."""
+    """A simulated user. ``config`` is the file's, with the name. One object serves all episodes,
+    many at a time."""
 
     KEY, SECTION = f"{MULTI_TURN}.interaction_config_path", "interaction"
 
@@ -114,7 +129,8 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Return whether the episode ends, the user's text, a score of the policy's turn or None, and metrics.
+        """Return whether the episode ends, the user's text, a score of the policy's turn or None,
+        and metrics.
 
         ``messages`` are the prompt's and all since, of roles assistant, tool and user; ``kwargs``
         are the example's ``interaction_kwargs``. What it raises ends the episode, which then has no
@@ -137,20 +153,33 @@ class ListedClass(BaseModel):
     name: str | None = None
 
     def made(self, base: type, file: Path) -> BaseTool | BaseInteraction:
-        """Return the object; its class may be one of the file's project. Raises what loading and making it raises."""
+        """Return the object; its class may be one of the file's project. Raises what loading and
+        making it raises."""
         where = self.class_name
-        kind = load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file)
+        kind = load_object(
+            where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file
+        )
         if not (isinstance(kind, type) and issubclass(kind, base)):
             raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
         if base is BaseTool:
-            return kind({name: value for name, value in self.config.items() if name != "type"}, self.tool_schema)
-        if unread := [name for name in ("start_interaction", "finalize_interaction") if hasattr(kind, name)]:
-            raise ValueError(f"nothing calls {where}.{unread[0]}; do all in generate_response, from its messages")
-        return kind({**self.config, "name": self.name or kind.__name__.removesuffix("Interaction").lower()})
+            return kind(
+                {name: value for name, value in self.config.items() if name != "type"},
+                self.tool_schema,
+            )
+        if unread := [
+            name for name in ("start_interaction", "finalize_interaction") if hasattr(kind, name)
+        ]:
+            raise ValueError(
+                f"nothing calls {where}.{unread[0]}; do all in generate_response, from its messages"
+            )
+        return kind(
+            {**self.config, "name": self.name or kind.__name__.removesuffix("Interaction").lower()}
+        )
 
 
 def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
-    """Return name -> tool or user of a file, in its order; none without a file. Raises InputError with all problems."""
+    """Return name -> tool or user of a file, in its order; none without a file. Raises InputError
+    with all problems."""
     if path is None:
         return {}
     where = f"{base.KEY}={path}"
@@ -186,18 +215,28 @@ def described(error: BaseException) -> str:
 # --- an example's ---
 
 
-def chosen_tools(tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]) -> dict[str, BaseTool]:
-    """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
+def chosen_tools(
+    tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]
+) -> dict[str, BaseTool]:
+    """Return the tools of an example. Raises ValueError where it names one that the file does not
+    have."""
     names, kwargs = extra_info.get("tool_selection"), extra_info.get("tools_kwargs") or {}
     if isinstance(names, str) or not isinstance(kwargs, Mapping):
-        raise ValueError("extra_info.tool_selection must be a list of names, and tools_kwargs a struct")
+        raise ValueError(
+            "extra_info.tool_selection must be a list of names, and tools_kwargs a struct"
+        )
     if unknown := [name for name in names or () if name not in tools]:
-        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {BaseTool.KEY} has {', '.join(tools)}")
+        raise ValueError(
+            f"extra_info asks for {', '.join(unknown)}; {BaseTool.KEY} has {', '.join(tools)}"
+        )
     return {name: tools[name] for name in (tools if names is None else names)}
 
 
-def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]) -> BaseInteraction | None:
-    """Return an example's user, or None. Raises ValueError for a user whom the file does not have."""
+def chosen_user(
+    users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]
+) -> BaseInteraction | None:
+    """Return an example's user, or None. Raises ValueError for a user whom the file does not
+    have."""
     kwargs = extra_info.get("interaction_kwargs")
     name = kwargs.get("name") if isinstance(kwargs, Mapping) else None
     if kwargs is not None and name not in users:

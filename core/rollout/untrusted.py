@@ -99,7 +99,8 @@ class UntrustedCalls:
             self._loop.call_soon_threadsafe(call.run_shared, self._loop)
 
     def _test_loop(self, call: Call, reached: threading.Event) -> None:
-        """Run a coroutine that could not begin elsewhere. Set ``reached`` if the event loop turns."""
+        """Run a coroutine that could not begin elsewhere. Set ``reached`` if the event loop
+        turns."""
         if not call.queued:
             return
 
@@ -178,7 +179,8 @@ class Call:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """The executor of ``asyncio.to_thread``: a thread a call. No call waits for another, no exit for a call."""
+    """The executor of ``asyncio.to_thread``: a thread a call. No call waits for another, no exit
+    for a call."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()

@@ -1,7 +1,8 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
-A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the bound the run warns;
-beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is plain data, a part of every checkpoint.
+A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the
+bound the run warns; beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is plain
+data, a part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -17,29 +18,40 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, float]
 SCORE = "critic/score/mean"
-FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
+# Share of all answers of a step, dropped groups included, that have no score
+FAILED = "reward/failed_rate"
 SKIPPED = "skipped_updates"
 NONFINITE = "nonfinite"  # the check that ends a run
 
 CHECKS = {
-    NONFINITE: "{:g} steps in a row skipped an update whose gradients were not finite: lower optim.lr or grad_clip",
-    "entropy": "the policy's entropy is {:.3g} nats a token: it has stopped exploring; raise clip_ratio_high, lower lr",
-    "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at samples of both times",
-    "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are off-policy; "
+    NONFINITE: "{:g} steps in a row skipped an update whose gradients were not finite: lower "
+    "optim.lr or grad_clip",
+    "entropy": "the policy's entropy is {:.3g} nats a token: it has stopped exploring; raise "
+    "clip_ratio_high, lower lr",
+    "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at "
+    "samples of both times",
+    "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are "
+    "off-policy; "
     "algorithm.rollout_correction weighs for that",
     "entropy_gap": "entropy and -log p of the sampled tokens are {:.3g} standard errors apart: "
     "look at the temperature of each, at the mask, and at what draws the tokens",
-    "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be too easy or too hard",
-    "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first failure was printed",
+    "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be "
+    "too easy or too hard",
+    "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first "
+    "failure was printed",
 }
-# metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS steps in a row
+# metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS
+# steps in a row
 STUCK_STEPS = 3
 STUCK = {
-    "response_length/clip_ratio": "answers are cut off; raise data.max_response_length, or look at the model's "
+    "response_length/clip_ratio": "answers are cut off; raise data.max_response_length, or look "
+    "at the model's "
     "end-of-sequence token",
-    "reward/parse_error_rate": "answers cannot be read by the scorer; look at the form that prompts require, and at "
+    "reward/parse_error_rate": "answers cannot be read by the scorer; look at the form that "
+    "prompts require, and at "
     "data_source or custom_reward_function.path",
-    "reward/zero_variance_share": "groups have equal scores and teach nothing; look at actor_rollout_ref.rollout.n, "
+    "reward/zero_variance_share": "groups have equal scores and teach nothing; look at "
+    "actor_rollout_ref.rollout.n, "
     "the scorer, and how hard data.train_files is",
 }
 REMEMBERED = {SCORE, FAILED, *STUCK}
@@ -47,13 +59,15 @@ REMEMBERED = {SCORE, FAILED, *STUCK}
 
 @dataclass
 class Health:
-    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step that had them."""
+    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step
+    that had them."""
 
     last_healthy_step: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
 
     def check(self, step: int, values: Values, config: HealthConfig) -> dict[str, str]:
-        """Remember a step's metrics and return check -> text for each bound of trainer.health that it crossed."""
+        """Remember a step's metrics and return check -> text for each bound of trainer.health that
+        it crossed."""
         for name in REMEMBERED & values.keys():
             self.history.setdefault(name, []).append(values[name])
         skipped = sum(values.get(f"{part}/{SKIPPED}", 0) for part in ("actor", "critic"))
@@ -63,11 +77,20 @@ class Health:
             bound = getattr(config, name).bound
             if bound is None or value is None:
                 continue
-            kept = value < bound if name == NONFINITE else value >= bound if name == "entropy" else value <= bound
+            kept = (
+                value < bound
+                if name == NONFINITE
+                else value >= bound
+                if name == "entropy"
+                else value <= bound
+            )
             if not kept:  # NaN is beyond any bound
-                crossed[name] = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
+                crossed[name] = (
+                    f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
+                )
         parts = [part for part in ("actor", "critic") if values.get(f"{part}/{SKIPPED}")]
-        stepped = all(f"{part}/grad_norm" in values for part in parts)  # absent where every update was skipped
+        # Absent where every update was skipped
+        stepped = all(f"{part}/grad_norm" in values for part in parts)
         if not crossed and stepped:
             self.last_healthy_step = step
         return crossed
@@ -88,9 +111,14 @@ class Health:
         }
 
     def stuck(self) -> str | None:
-        """Return the likeliest reason why STUCK_STEPS steps taught nothing, at the last of them and not again."""
+        """Return the likeliest reason why STUCK_STEPS steps taught nothing, at the last of them and
+        not again."""
         for name, text in STUCK.items():
-            full = len(list(takewhile(lambda share: share >= 1, reversed(self.history.get(name, [])))))
+            full = len(
+                list(takewhile(lambda share: share >= 1, reversed(self.history.get(name, []))))
+            )
             if full >= STUCK_STEPS:
-                return f"in {full} steps in a row 100% of the {text}" if full == STUCK_STEPS else None
+                return (
+                    f"in {full} steps in a row 100% of the {text}" if full == STUCK_STEPS else None
+                )
         return None

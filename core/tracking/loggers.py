@@ -1,8 +1,10 @@
-"""What a person sees of a run while it goes on: progress, answers, and the loggers of ``trainer.logger``.
+"""What a person sees of a run while it goes on: progress, answers, and the loggers of
+``trainer.logger``.
 
-``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
-run before it trains; one that fails later is switched off. A class of your own is named
-``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log`` and ``close``.
+``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that
+cannot begin ends a run before it trains; one that fails later is switched off. A class of your own
+is named ``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log`` and
+``close``.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ INSTEAD = "or leave it out: metrics.jsonl is written anyway"
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Raise InputError for loggers whose package is not installed, or whose class is not where its path says."""
+    """Raise InputError for loggers whose package is not installed, or whose class is not where its
+    path says."""
     problems: list[str] = []
     for name in dict.fromkeys(names):
         entry = registry.logger(name)
         if entry.package and find_spec(entry.package) is None:
             rule = f"the package {entry.package} is not installed"
-            problems.append(f"trainer.logger={name}: {rule}; pip install {entry.package}, {INSTEAD}")
+            problems.append(
+                f"trainer.logger={name}: {rule}; pip install {entry.package}, {INSTEAD}"
+            )
         elif entry.function:
             try:
                 load_object(entry.function, "trainer.logger")
@@ -68,7 +73,8 @@ class Loggers:
                 raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log`` or ``close`` of each, and switch off what fails: a server that is away may stay away."""
+        """Call ``log`` or ``close`` of each, and switch off what fails: a server that is away may
+        stay away."""
         for name, logger in list(self._each.items()):
             try:
                 getattr(logger, method)(*arguments)
@@ -115,7 +121,9 @@ class ConsoleLogger:
                 continue  # a score, which the line has as reward
             if value or (value is not None and form != ".1%"):
                 shown.append(f"{label} {value:{form}}")
-        validated = [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]
+        validated = [
+            name for name in values if name.startswith("val-core/") and "/acc/mean@" in name
+        ]
         for name in validated:
             label = name.removeprefix("val-core/")
             label = label if 0 <= values[name] <= 1 else label.replace("/acc/", "/score/")
@@ -128,7 +136,8 @@ class ConsoleLogger:
 
 
 class TensorboardLogger:
-    """Files in ``<run folder>/tensorboard``; a resumed run adds one, whose steps repeat those after its checkpoint."""
+    """Files in ``<run folder>/tensorboard``; a resumed run adds one, whose steps repeat those after
+    its checkpoint."""
 
     def __init__(self, run: Tracker) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -145,7 +154,8 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; ``WANDB_MODE=offline`` needs no login. A resumed run goes on under its manifest's id."""
+    """Weights & Biases; ``WANDB_MODE=offline`` needs no login. A resumed run goes on under its
+    manifest's id."""
 
     def __init__(self, run: Tracker) -> None:
         import wandb
@@ -172,14 +182,17 @@ class WandbLogger:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show ``total`` units of work while the block runs, and yield the function that counts one of them.
+    """Show ``total`` units of work while the block runs, and yield the function that counts one of
+    them.
 
     A terminal has a bar; a log a line at most every tenth of the work and every PAUSE_S seconds.
     """
     if sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(desc=what, total=total, unit=unit, delay=DELAY_S, leave=False, dynamic_ncols=True) as bar:
+        with tqdm(
+            desc=what, total=total, unit=unit, delay=DELAY_S, leave=False, dynamic_ncols=True
+        ) as bar:
             yield lambda: bar.update() and None
         return
     done, tenth, printed = 0, 0, time.monotonic()
@@ -195,10 +208,13 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 
 def print_examples(rows: Iterable[Row], count: int) -> None:
-    """Print the first ``count`` answers of each data source, under the headings that verl's managers print."""
+    """Print the first ``count`` answers of each data source, under the headings that verl's
+    managers print."""
     printed = Counter[Any]()
     for row in rows:
         printed[row["data_source"]] += 1
         if printed[row["data_source"]] <= count:
-            write_line(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
+            write_line(
+                f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}"
+            )
             write_line(f"[score] {row['score']:g}")

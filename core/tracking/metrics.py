@@ -1,8 +1,9 @@
 """Numbers of a step, under verl's names: of its data, and where its seconds went. Imports no torch.
 
-``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less a KL penalty).
-``response_length/*`` counts every token after the prompt, tool output included. ``perf/throughput`` is verl's: tokens
-of prompts and responses, a second of the step, a GPU of the learner (on a CPU: a learner rank).
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less a KL
+penalty). ``response_length/*`` counts every token after the prompt, tool output included.
+``perf/throughput`` is verl's: tokens of prompts and responses, a second of the step, a GPU of the
+learner (on a CPU: a learner rank).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import ScoreStatus
 
-# part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
+# part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since
+# the line before.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "decode": ("decode",),
     "score": ("reward",),
@@ -60,26 +62,35 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         "reward/masked_share": [score.masked for score in scores],
     }
     for name in sorted({name for score in scores for name in score.parts}):
-        means[f"reward/{name}/mean"] = [score.parts[name] for score in scores if name in score.parts]
+        means[f"reward/{name}/mean"] = [
+            score.parts[name] for score in scores if name in score.parts
+        ]
     several = [group for group in groups if len(group) > 1]
     if several:
         means["reward/zero_variance_share"] = [spread_of_scores(group) <= 1e-6 for group in several]
     metrics = {name: float(np.mean(values)) for name, values in means.items()}
     for name, values in spreads.items():
-        values = np.asarray(values) if len(values) else np.zeros(1)  # a step in which no answer holds a token
+        # A step in which no answer holds a token
+        values = np.asarray(values) if len(values) else np.zeros(1)
         metrics |= {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
-    if critic:  # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
+    # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
+    if critic:
         returns, values = batch.returns[written], batch.values[written]
         left = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - left)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
     counts = Counter(score.status for score in scores)
-    metrics |= {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
+    metrics |= {
+        f"reward/{status.value}_rate": counts[status] / len(scores)
+        for status in ScoreStatus
+        if scores
+    }
     return {**metrics, "perf/total_num_tokens": float(tokens)}
 
 
 def spread_of_scores(group: ScoredGroup) -> float:
-    """Return by how much the scores that train differ within a group; those that are left out do not count."""
+    """Return by how much the scores that train differ within a group; those that are left out do
+    not count."""
     values = [score.value for score in group.scores if not score.left_out]
     return max(values) - min(values) if values else 0.0
 
@@ -99,10 +110,11 @@ def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str
 
 
 class BusyClock:
-    """Wall time by activity, each second counted once: for the first activity of ``order`` that is going on.
+    """Wall time by activity, each second counted once: for the first activity of ``order`` that is
+    going on.
 
-    Samples decode while others are scored; what is scored behind decoding costs nothing, and only the seconds in
-    which nothing decodes are the scorer's. Used from one thread at a time.
+    Samples decode while others are scored; what is scored behind decoding costs nothing, and only
+    the seconds in which nothing decodes are the scorer's. Used from one thread at a time.
     """
 
     def __init__(self, *order: str, now: Callable[[], float] = time.perf_counter):
@@ -137,12 +149,16 @@ class BusyClock:
 
 
 def time_parts(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's seconds by part, the rest last; they sum to the whole. A part that never began is left out.
+    """Return a step's seconds by part, the rest last; they sum to the whole. A part that never
+    began is left out.
 
     A line without ``timing_s/whole``, the validation before the first step, has none.
     """
     if (whole := row.get(f"{PREFIX}whole")) is None:
         return {}
-    begun = {name: [row[PREFIX + timer] for timer in timers if PREFIX + timer in row] for name, timers in PARTS.items()}
+    begun = {
+        name: [row[PREFIX + timer] for timer in timers if PREFIX + timer in row]
+        for name, timers in PARTS.items()
+    }
     seconds = {name: sum(timed) for name, timed in begun.items() if timed}
     return {**seconds, REST: whole - sum(seconds.values())}

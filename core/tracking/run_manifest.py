@@ -26,7 +26,17 @@ from core.files import file_sha256, is_url, local_path
 from core.secret_keys import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "vllm", "flash-attn", "sympy", "math-verify")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "ray",
+    "vllm",
+    "flash-attn",
+    "sympy",
+    "math-verify",
+)
 DATA = ("data.", "custom_reward_function.")  # keys whose files a manifest lists
 CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
 Changes = Mapping[str, list[Any]]  # key -> [before, now]
@@ -37,19 +47,32 @@ def now() -> str:
 
 
 def begun(
-    path: Path, config: Config, recipe: str, resume: int | None, models: Mapping[str, Any], changes: Changes
+    path: Path,
+    config: Config,
+    recipe: str,
+    resume: int | None,
+    models: Mapping[str, Any],
+    changes: Changes,
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for this process.
+    """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for
+    this process.
 
-    ``models`` are where the weights came from that it starts with, and their SHA-256. Raises InputError for a manifest
-    that is damaged.
+    ``models`` are where the weights came from that it starts with, and their SHA-256. Raises
+    InputError for a manifest that is damaged.
     """
-    manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
+    manifest = {
+        "run": path.parent.resolve().name,
+        "recipe": recipe,
+        "run_id": secrets.token_hex(4),
+        "sessions": [],
+    }
     if path.exists():
         try:
             manifest = {**manifest, **json.loads(path.read_bytes())}
         except (ValueError, TypeError) as error:
-            raise InputError(f"{path}: is no manifest ({error}); restore it from a copy, or remove it") from error
+            raise InputError(
+                f"{path}: is no manifest ({error}); restore it from a copy, or remove it"
+            ) from error
     manifest.pop("stopped_because", None)
     before, after = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
     changed = [key for key, value in after.items() if before[key] != value]
@@ -57,7 +80,9 @@ def begun(
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
         "changed_from_defaults": {key: [before[key], after[key]] for key in changed},
-        "data": data_hashes(dict.fromkeys(path for key, path in paths.named(config) if key.startswith(DATA))),
+        "data": data_hashes(
+            dict.fromkeys(path for key, path in paths.named(config) if key.startswith(DATA))
+        ),
         "models": dict(models),
     }
     manifest["sessions"].append(session(resume, changes))
@@ -68,7 +93,11 @@ def session(resumed_from: int | None = None, changes: Changes | None = None) -> 
     """Return the manifest's entry for this process; a resumed run has several."""
     import torch
 
-    variables = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ}
+    variables = {
+        name: os.environ[name]
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        if name in os.environ
+    }
     return {
         "started": now(),
         "ended": None,
@@ -91,7 +120,8 @@ def _output(*command: str) -> bytes:
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what differs from HEAD.
+    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what
+    differs from HEAD.
 
     Files that git does not know count by their names; what runs have left in ``results`` does not.
     """
@@ -106,17 +136,28 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's name."""
+    """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's
+    name."""
     import torch
 
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    info = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    )
+    models = [
+        line.partition(":")[2].strip()
+        for line in info.splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "cpu": models[-1] if models else platform.processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").decode().split("\n")[:-1],
+        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        .decode()
+        .split("\n")[:-1],
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -125,13 +166,20 @@ def hardware() -> dict[str, Any]:
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Return path or URL, size and sha256 of each file that is on this machine, or was copied to it."""
+    """Return path or URL, size and sha256 of each file that is on this machine, or was copied to
+    it."""
     entries = []
     for name in files:
         if (path := Path(local_path(name, "data")).expanduser()).is_file():
             stat = path.stat()
             sha256 = _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)
-            entries.append({"path": name if is_url(name) else str(path), "bytes": stat.st_size, "sha256": sha256})
+            entries.append(
+                {
+                    "path": name if is_url(name) else str(path),
+                    "bytes": stat.st_size,
+                    "sha256": sha256,
+                }
+            )
     return entries
 
 
@@ -141,10 +189,14 @@ def _sha256(path: Path, size: int, changed: int) -> str:  # which tell when the 
 
 
 def contents(config: Config) -> dict[str, list[str]]:
-    """Return key -> SHA-256 of the files that it names, in their order, where all of them are on this machine."""
+    """Return key -> SHA-256 of the files that it names, in their order, where all of them are on
+    this machine."""
     files: dict[str, list[str]] = {}
     for key, path in paths.named(config):
-        if not is_url(path) or key.startswith("data."):  # other URLs are models, which have hashes of their own
+        # Other URLs are models, which have hashes of their own
+        if not is_url(path) or key.startswith("data."):
             files.setdefault(key, []).append(path)
-    hashes = {key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()}
+    hashes = {
+        key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()
+    }
     return {key: found for key, found in hashes.items() if len(found) == len(files[key])}

@@ -1,9 +1,10 @@
 """The run folder: everything a run leaves behind except its checkpoints.
 
-``metrics.jsonl`` has a line a step, on disk before the next step begins, under verl's names; ``samples.jsonl`` a few
-answers of every validation, ``validation/<step>.jsonl`` each question's scores, ``trace/`` the tokens of recorded
-steps. A run that resumes from step k keeps what they hold up to k and drops the rest, so that they end up as those of a
-run that was never interrupted (``timing_s/`` and ``perf/`` excepted).
+``metrics.jsonl`` has a line a step, on disk before the next step begins, under verl's names;
+``samples.jsonl`` a few answers of every validation, ``validation/<step>.jsonl`` each question's
+scores, ``trace/`` the tokens of recorded steps. A run that resumes from step k keeps what they hold
+up to k and drops the rest, so that they end up as those of a run that was never interrupted
+(``timing_s/`` and ``perf/`` excepted).
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
 RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, "validation", "tensorboard", "trace")
-KEPT_SAMPLES, KEPT_LAST = 50, 5_000  # answers of each data source in samples.jsonl: of a validation, of the last one
+# Answers of each data source in samples.jsonl: of a validation, of the last one
+KEPT_SAMPLES, KEPT_LAST = 50, 5_000
 
 
 class Tracker:
     """The owner of the run folder, until :meth:`close` records how the run ended.
 
-    ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
-    ``resume_step=k`` goes on after step k. A record that cannot be written is dropped with a warning; a line of metrics
-    waits for the next step. Raises WriteFailed where the folder cannot be written, and what :class:`Loggers` raises.
+    ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to
+    ``previous/<n>/``), ``resume_step=k`` goes on after step k. A record that cannot be written is
+    dropped with a warning; a line of metrics waits for the next step. Raises WriteFailed where the
+    folder cannot be written, and what :class:`Loggers` raises.
     """
 
     def __init__(
@@ -64,10 +67,14 @@ class Tracker:
                 _set_aside(self.run_dir)
             else:
                 _drop_after(self.run_dir, resume_step)
-            self.last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
+            self.last_step = max(
+                (row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1
+            )
             recipe = recipe or recipe_of(config, self.run_dir)
             known = models or {}, changes or {}
-            self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, *known)
+            self.manifest = run_manifest.begun(
+                self.run_dir / MANIFEST, config, recipe, resume_step, *known
+            )
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
             (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
@@ -81,14 +88,19 @@ class Tracker:
         write_atomic(self.run_dir / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
 
     def set_total(self, total: int) -> None:
-        """Record how many steps the run has: the console shows it, and a report knows that a run ended early."""
+        """Record how many steps the run has: the console shows it, and a report knows that a run
+        ended early."""
         self.manifest["total_steps"] = total
         attempt(self.run_dir / MANIFEST, self._write_manifest)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise."""
+        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps
+        do not rise."""
         if metrics.step <= self.last_step:
-            raise ValueError(f"step {metrics.step} logged after {self.last_step}: each step is logged once, in order")
+            raise ValueError(
+                f"step {metrics.step} logged after {self.last_step}: each step is "
+                f"logged once, in order"
+            )
         self.last_step = metrics.step
         self._unwritten.append({"step": metrics.step, **metrics.values})
         if attempt(self.run_dir / METRICS, lambda: append(self.run_dir / METRICS, self._unwritten)):
@@ -96,7 +108,8 @@ class Tracker:
         self._loggers.call("log", metrics.step, metrics.values)
 
     def amend(self, metrics: StepMetrics) -> None:
-        """Add numbers to the last line of metrics.jsonl, which is of their step, and send them to the loggers."""
+        """Add numbers to the last line of metrics.jsonl, which is of their step, and send them to
+        the loggers."""
         rows, _ = intact_rows(self.run_dir / METRICS)
         rows[-1] |= metrics.values
         text = "".join(map(json_line, rows))
@@ -108,11 +121,13 @@ class Tracker:
         return (self.run_dir / "validation" / f"{step}.jsonl").exists()
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
-        """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
+        """Keep each question's scores, for intervals and paired comparisons. A repeated step is
+        replaced."""
         self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
-        """Write ``<folder>/<step>.jsonl``, as verl does; ``key`` is that of a folder that may be a URL."""
+        """Write ``<folder>/<step>.jsonl``, as verl does; ``key`` is that of a folder that may be a
+        URL."""
         name, text = f"{step}.jsonl", "".join(map(json_line, rows))
 
         def write() -> None:
@@ -125,13 +140,15 @@ class Tracker:
         attempt(f"{folder}/{name}", write)
 
     def show(self, step: int, rows: Sequence[Row], printed: int, key: str) -> None:
-        """Print the first ``printed`` rows of each data source; write all where ``trainer.<key>`` names a folder."""
+        """Print the first ``printed`` rows of each data source; write all where ``trainer.<key>``
+        names a folder."""
         print_examples(rows, printed)
         if folder := getattr(self.config.trainer, key):
             self.dump(folder, step, rows, f"trainer.{key}")
 
     def log_samples(self, step: int, rows: Sequence[Row], last: bool = False) -> None:
-        """Keep some of these :func:`generation_rows` of each data source, the same questions every time."""
+        """Keep some of these :func:`generation_rows` of each data source, the same questions every
+        time."""
         by_source = defaultdict(list)
         for row in rows:
             by_source[row.get("data_source")].append({**row, "step": step})
@@ -140,7 +157,8 @@ class Tracker:
         attempt(self.run_dir / SAMPLES, lambda: append(self.run_dir / SAMPLES, kept))
 
     def close(self, status: str) -> None:
-        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
+        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes
+        nothing."""
         if self.manifest["status"] == "running":
             self._end(status)
             self._loggers.call("close", status == "failed")
@@ -165,7 +183,8 @@ def folder_problem(config: Config) -> str | None:
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
+    """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor
+    deletes it."""
     left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     if left:
         number = next(n for n in itertools.count(1) if not (run_dir / "previous" / str(n)).exists())
@@ -175,7 +194,8 @@ def _set_aside(run_dir: Path) -> None:
 
 
 def _drop_after(run_dir: Path, step: int) -> None:
-    """Remove what later steps wrote before the run went back to its checkpoint of ``step``, and damaged lines."""
+    """Remove what later steps wrote before the run went back to its checkpoint of ``step``, and
+    damaged lines."""
     for path in (run_dir / METRICS, run_dir / SAMPLES):
         rows, damaged = intact_rows(path)
         if damaged:
@@ -190,8 +210,11 @@ def _drop_after(run_dir: Path, step: int) -> None:
 # --- rows: answers, JSON lines, and writes that may fail ---
 
 
-def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return one row a trajectory, under verl's names; ``output`` is the whole response, tool text included."""
+def generation_rows(
+    step: int, groups: Sequence[ScoredGroup], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Return one row a trajectory, under verl's names; ``output`` is the whole response, tool text
+    included."""
     rows = []
     for group in groups:
         prompt = group.prompt
@@ -201,7 +224,12 @@ def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) ->
         shared |= {"input": tokenizer.decode(ids), "gts": prompt.ground_truth, "step": step}
         for trajectory, score in zip(group.trajectories, group.scores, strict=True):
             output = "".join(segment.text for segment in trajectory.segments)
-            own = {"pred": score.pred, "stop": trajectory.stop.value, "output": output, "score": score.value}
+            own = {
+                "pred": score.pred,
+                "stop": trajectory.stop.value,
+                "output": output,
+                "score": score.value,
+            }
             rows.append({**score.notes, **score.parts, **shared, **own})
     return rows
 
@@ -213,7 +241,8 @@ def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
-    """Write a record and return whether it worked: one that cannot be written costs a warning, never the training."""
+    """Write a record and return whether it worked: one that cannot be written costs a warning,
+    never the training."""
     try:
         write()
     except (OSError, WriteFailed) as error:
@@ -224,12 +253,17 @@ def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
 
 
 def json_line(row: Row) -> str:
-    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape of JSON."""
-    return json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode() + "\n"
+    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an
+    escape of JSON."""
+    return (
+        json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+        + "\n"
+    )
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a line then."""
+    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a
+    line then."""
     data = memoryview("".join(map(json_line, rows)).encode())
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -244,11 +278,13 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of a file, and for each damaged line its number and what is wrong. No file has neither.
+    """Return the rows of a file, and for each damaged line its number and what is wrong. No file
+    has neither.
 
     An incomplete last line, of a process killed in writing it, is neither.
     """
-    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
+    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an
+    # answer.
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows, damaged = [], []
     for number, line in enumerate(lines, 1):
@@ -264,7 +300,8 @@ def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; an incomplete last line is left out. Raises ValueError where another is damaged."""
+    """Return the rows of a file; an incomplete last line is left out. Raises ValueError where
+    another is damaged."""
     rows, damaged = intact_rows(path)
     if damaged:
         raise ValueError(f"{path}, {damaged[0]}")
@@ -272,6 +309,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a record named ``step_N`` or ``N``, complete or not; -1 for another name."""
+    """Return the step of a record named ``step_N`` or ``N``, complete or not; -1 for another
+    name."""
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1

@@ -1,9 +1,11 @@
-"""Validation numbers with a 95 % interval each: pure functions of the validation records, without torch.
+"""Validation numbers with a 95 % interval each: pure functions of the validation records, without
+torch.
 
-Every interval takes a question as one observation: samples of one question are not independent. Records that share
-``(data_source, uid)`` are one question. Names are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N``, ``val-aux/`` the
-rest. Unlike verl, subsets for ``pass@k`` are drawn without replacement (Chen et al. 2021, arXiv 2107.03374, eq. 1), and
-``maj@N`` is one vote of all N samples in which samples without an answer have no vote.
+Every interval takes a question as one observation: samples of one question are not independent.
+Records that share ``(data_source, uid)`` are one question. Names are verl's:
+``val-core/<source>/acc/{mean,pass,maj}@N``, ``val-aux/`` the rest. Unlike verl, subsets for
+``pass@k`` are drawn without replacement (Chen et al. 2021, arXiv 2107.03374, eq. 1), and ``maj@N``
+is one vote of all N samples in which samples without an answer have no vote.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over ``n`` units with its 95 % interval; the bounds are None where one unit cannot give any."""
+    """A mean over ``n`` units with its 95 % interval; the bounds are None where one unit cannot
+    give any."""
 
     value: float
     low: float | None
@@ -47,11 +50,16 @@ def t_quantile(df: int) -> float:
     from mpmath import findroot
 
     within = (Z95, 13.0)  # 12.706 belongs to one degree of freedom
-    return Z95 if df >= 10_000 else float(findroot(lambda t: t_probability(t, df) - 0.95, within, solver="anderson"))
+    return (
+        Z95
+        if df >= 10_000
+        else float(findroot(lambda t: t_probability(t, df) - 0.95, within, solver="anderson"))
+    )
 
 
 def wilson(mean: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a proportion seen in ``n`` independent trials (Wilson 1927)."""
+    """Wilson's 95 % score interval of a proportion seen in ``n`` independent trials (Wilson
+    1927)."""
     z2 = Z95**2
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
@@ -68,11 +76,12 @@ def t_interval(values: Sequence[float]) -> Estimate:
 
 
 def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate:
-    """Mean over questions of their own 0/1 frequencies over ``draws`` samples, with a 95 % interval.
+    """Mean over questions of their own 0/1 frequencies over ``draws`` samples, with a 95 %
+    interval.
 
-    Wilson's interval at the effective sample size ``p (1-p) / var(mean)``, which stays sensible near 0 and 1 where
-    Student's has no width. The size is kept between the number of questions (as if a question's draws always agreed)
-    and that times ``draws`` (as if they were independent).
+    Wilson's interval at the effective sample size ``p (1-p) / var(mean)``, which stays sensible
+    near 0 and 1 where Student's has no width. The size is kept between the number of questions (as
+    if a question's draws always agreed) and that times ``draws`` (as if they were independent).
     """
     n, mean = len(per_question), statistics.fmean(per_question)
     if n < 2:
@@ -87,7 +96,8 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
 
 @dataclass(frozen=True)
 class ValRecord:
-    """One validation question: ``values[name][i]`` is what sample ``i`` got. ``acc`` is always there."""
+    """One validation question: ``values[name][i]`` is what sample ``i`` got. ``acc`` is always
+    there."""
 
     uid: str
     data_source: str
@@ -95,15 +105,24 @@ class ValRecord:
     preds: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = {len(series) for series in self.values.values()} | ({len(self.preds)} if self.preds else set())
+        lengths = {len(series) for series in self.values.values()} | (
+            {len(self.preds)} if self.preds else set()
+        )
         if "acc" not in self.values or len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"validation record {self.uid!r}: needs acc, and equally many samples in each series")
+            raise ValueError(
+                f"validation record {self.uid!r}: needs acc, and equally many "
+                f"samples in each series"
+            )
 
     @classmethod
     def of(cls, group: ScoredGroup) -> ValRecord:
-        """Return the record of a scored group. A part that only some samples have counts as 0 in the others."""
+        """Return the record of a scored group. A part that only some samples have counts as 0 in
+        the others."""
         parts = sorted({name for score in group.scores for name in score.parts})
-        values = {name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores) for name in parts}
+        values = {
+            name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores)
+            for name in parts
+        }
         values["reward"] = tuple(float(score.value) for score in group.scores)
         if values.get("score") == values["reward"]:  # the loop's copy of an unshaped reward
             del values["score"]
@@ -116,17 +135,24 @@ class ValRecord:
         return cls(group.prompt.uid, group.prompt.data_source, values, preds)
 
     def to_json(self) -> dict[str, Any]:
-        row = {"uid": self.uid, "data_source": self.data_source, **{k: list(v) for k, v in self.values.items()}}
+        row = {
+            "uid": self.uid,
+            "data_source": self.data_source,
+            **{k: list(v) for k, v in self.values.items()},
+        }
         return {**row, "pred": list(self.preds)} if self.preds else row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ValRecord:
-        values = {k: tuple(v) for k, v in row.items() if k not in ("uid", "data_source", "pred", "step")}
+        values = {
+            k: tuple(v) for k, v in row.items() if k not in ("uid", "data_source", "pred", "step")
+        }
         return cls(row["uid"], row["data_source"], values, tuple(row.get("pred", ())))
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Return the expected best of ``k`` samples drawn without replacement; for 0/1 values, unbiased ``pass@k``."""
+    """Return the expected best of ``k`` samples drawn without replacement; for 0/1 values, unbiased
+    ``pass@k``."""
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must lie between 1 and the {n} samples of the question")
@@ -135,18 +161,26 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
-    """Return the value of the answer that most samples gave, the first seen of several; without answers the first."""
-    votes = Counter(pred for pred in preds if pred is not None)  # in the order in which they were first seen
+    """Return the value of the answer that most samples gave, the first seen of several; without
+    answers the first."""
+    # In the order in which they were first seen
+    votes = Counter(pred for pred in preds if pred is not None)
     return values[list(preds).index(max(votes, key=votes.__getitem__))] if votes else values[0]
 
 
 def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
-    """Return ``data_source -> records``, the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
+    """Return ``data_source -> records``, the samples of equal ``(data_source, uid)`` joined, in
+    order of appearance."""
     by_source: dict[str, dict[str, ValRecord]] = defaultdict(dict)
     for record in records:
         same = by_source[record.data_source]
-        if old := same.get(record.uid):  # of parts that not every repeat has none is kept, so that samples stay aligned
-            values = {name: old.values[name] + record.values[name] for name in old.values if name in record.values}
+        # Of parts that not every repeat has none is kept, so that samples stay aligned
+        if old := same.get(record.uid):
+            values = {
+                name: old.values[name] + record.values[name]
+                for name in old.values
+                if name in record.values
+            }
             preds = old.preds + record.preds if old.preds and record.preds else ()
             record = ValRecord(record.uid, record.data_source, values, preds)
         same[record.uid] = record
@@ -156,10 +190,11 @@ def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]
 def variable_estimates(
     variable: str, rows: Sequence[ValRecord], n: int, sizes: Sequence[int] | None = None
 ) -> dict[str, Estimate]:
-    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best``, ``maj``.
+    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``,
+    ``best``, ``maj``.
 
-    ``sizes`` are the k of ``pass@k``, by default the powers of two below ``n`` and ``n``. Raises ValueError for a k
-    above the samples that there are.
+    ``sizes`` are the k of ``pass@k``, by default the powers of two below ``n`` and ``n``. Raises
+    ValueError for a k above the samples that there are.
     """
     columns = [row.values[variable] for row in rows]
     binary = all(value in (0.0, 1.0) for column in columns for value in column)
@@ -174,12 +209,15 @@ def variable_estimates(
     for k in sizes or [*(2**i for i in range(1, n.bit_length()) if 2**i < n), n]:
         out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
     if all(row.preds for row in rows):
-        out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)
+        out[f"maj@{n}"] = over_questions(
+            [majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1
+        )
     return out
 
 
 def are_shares(values: Iterable[float]) -> bool:
-    """Return whether the values can be shares of what is right; otherwise ``acc`` is a score, and no accuracy."""
+    """Return whether the values can be shares of what is right; otherwise ``acc`` is a score, and
+    no accuracy."""
     return all(0 <= value <= 1 for value in values)
 
 
@@ -190,7 +228,8 @@ def failed_share(records: Iterable[ValRecord]) -> float:
 
 
 def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
-    """Return all numbers of one validation pass, by data source, under the names of the module's head."""
+    """Return all numbers of one validation pass, by data source, under the names of the module's
+    head."""
     out: dict[str, float] = {}
     for source, rows in merge_by_question(records).items():
         n = min(len(row.values["acc"]) for row in rows)
@@ -206,7 +245,10 @@ def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
                 out[f"val-aux/{source}/{variable}/std@{n}"] = spread
         values = [value for row in rows for value in row.values["acc"]]
         if not are_shares(values):
-            out[f"val-aux/{source}/acc/min"], out[f"val-aux/{source}/acc/max"] = min(values), max(values)
+            out[f"val-aux/{source}/acc/min"], out[f"val-aux/{source}/acc/max"] = (
+                min(values),
+                max(values),
+            )
         out[f"val-aux/{source}/num_questions"] = float(len(rows))
         out[f"val-aux/{source}/num_samples"] = float(len(values))
     return out

@@ -1,8 +1,10 @@
-"""What a pass of a vision-language model needs beyond ids: features of pictures, their places, positions on three axes.
+"""What a pass of a vision-language model needs beyond ids: features of pictures, their places,
+positions on three axes.
 
-A picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
-wrote are ordinary tokens: only a prompt's stand for pictures. That is why features are put into the embeddings here:
-transformers would count the policy's placeholders too and refuse them.
+A picture that stands in several sequences of a pass goes through the vision tower once.
+Placeholders that the policy wrote are ordinary tokens: only a prompt's stand for pictures. That is
+why features are put into the embeddings here: transformers would count the policy's placeholders
+too and refuse them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from core.vision.pictures import Picture, Pictures, modality_of, patches
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """The pictures of the sequences in a pass, whose ids have the shape S: [B, T], or packed [1, N]."""
+    """The pictures of the sequences in a pass, whose ids have the shape S: [B, T], or packed [1,
+    N]."""
 
     position: Tensor  # [3, *S] int64: along time, height and width
     place: Tensor  # S bool: a placeholder of a picture
@@ -28,7 +31,9 @@ class PictureInputs:
 
     def packed(self, mask_BT: Tensor) -> PictureInputs:
         """Return the same for the sequences one after another, without what the mask leaves out."""
-        return PictureInputs(self.position[:, mask_BT][:, None], self.place[mask_BT][None], self.pictures)
+        return PictureInputs(
+            self.position[:, mask_BT][:, None], self.place[mask_BT][None], self.pictures
+        )
 
     def position_offset(self, last_B: Tensor) -> Tensor:
         """Return [B]: positions behind index ``last_B`` less the number of tokens before them."""
@@ -37,16 +42,22 @@ class PictureInputs:
 
 
 def freeze_vision_tower(module: nn.Module) -> None:
-    """Freeze the part that reads pictures, its merger included. Raises InputError for a model without one."""
+    """Freeze the part that reads pictures, its merger included. Raises InputError for a model
+    without one."""
     tower = getattr(module.base_model, "visual", None)
     if tower is None:
         key = "actor_rollout_ref.actor.freeze_vision_tower=True"
-        raise InputError(f"{key}: {type(module).__name__} reads text alone and has no vision tower; leave it out")
+        raise InputError(
+            f"{key}: {type(module).__name__} reads text alone and has no vision tower; leave it out"
+        )
     tower.requires_grad_(False)
 
 
-def picture_inputs(module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs | None:
-    """Return what a pass over these sequences, padded on the right, takes for pictures; None without any."""
+def picture_inputs(
+    module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]
+) -> PictureInputs | None:
+    """Return what a pass over these sequences, padded on the right, takes for pictures; None
+    without any."""
     if not (pictures := tuple(picture for media in media_B if media for picture in media.pictures)):
         return None
     counts = ids_BT.new_tensor([media.tokens if media else 0 for media in media_B])
@@ -60,10 +71,15 @@ def picture_inputs(module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures
 
 
 def run_body(
-    module: nn.Module, ids: Tensor, media: PictureInputs | None, *, every_part: bool = False, **inputs: Any
+    module: nn.Module,
+    ids: Tensor,
+    media: PictureInputs | None,
+    *,
+    every_part: bool = False,
+    **inputs: Any,
 ) -> Any:
-    """Return what the model's body returns. ``every_part`` runs the vision tower also where there is no picture: ranks
-    that share a model's weights must gather them in the same order."""
+    """Return what the model's body returns. ``every_part`` runs the vision tower also where there
+    is no picture: ranks that share a model's weights must gather them in the same order."""
     if media is not None:
         return run_with_pictures(module, ids, media, **inputs)
     if every_part and modality_of(module.config).reads_media:
@@ -71,13 +87,19 @@ def run_body(
     return module.base_model(input_ids=ids, **inputs)
 
 
-def run_with_pictures(module: nn.Module, input_ids: Tensor, media: PictureInputs, **inputs: Any) -> Any:
+def run_with_pictures(
+    module: nn.Module, input_ids: Tensor, media: PictureInputs, **inputs: Any
+) -> Any:
     """Return what the model's body returns of sequences with pictures."""
     body, distinct = module.base_model, list(dict.fromkeys(media.pictures))
-    pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct]).to(input_ids.device)
+    pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct]).to(
+        input_ids.device
+    )
     features = _features(body, pixels, [picture.grid for picture in distinct])
     number = {picture: index for index, picture in enumerate(distinct)}
-    shown, *deep = (torch.cat([parts[number[picture]] for picture in media.pictures]) for parts in features)
+    shown, *deep = (
+        torch.cat([parts[number[picture]] for picture in media.pictures]) for parts in features
+    )
     embeds = body.get_input_embeddings()(input_ids)
     embeds = embeds.masked_scatter(media.place[..., None], shown.to(embeds.dtype))
     inputs |= {"visual_pos_masks": media.place, "deepstack_visual_embeds": deep} if deep else {}
@@ -85,16 +107,26 @@ def run_with_pictures(module: nn.Module, input_ids: Tensor, media: PictureInputs
 
 
 def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-    """Return what the body returns of text, after a pass of the tower over one grey token: its gradients are then 0."""
+    """Return what the body returns of text, after a pass of the tower over one grey token: its
+    gradients are then 0."""
     vision = module.config.vision_config
     merge, size = vision.spatial_merge_size, vision.patch_size**2 * vision.temporal_patch_size * 3
-    features = _features(module.base_model, torch.zeros(merge**2, size, device=input_ids.device), [(1, merge, merge)])
+    features = _features(
+        module.base_model, torch.zeros(merge**2, size, device=input_ids.device), [(1, merge, merge)]
+    )
     output = module.base_model(input_ids=input_ids, **inputs)
-    output.last_hidden_state = output.last_hidden_state + 0 * sum(part.sum() for parts in features for part in parts)
+    output.last_hidden_state = output.last_hidden_state + 0 * sum(
+        part.sum() for parts in features for part in parts
+    )
     return output
 
 
-def _features(body: nn.Module, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Sequence[Tensor]]:
-    """Return the features of each picture, and then those of each deeper layer that the family shows them to."""
-    features = body.get_image_features(pixels, torch.tensor(grids, device=pixels.device), return_dict=True)
+def _features(
+    body: nn.Module, pixels: Tensor, grids: Sequence[tuple[int, int, int]]
+) -> list[Sequence[Tensor]]:
+    """Return the features of each picture, and then those of each deeper layer that the family
+    shows them to."""
+    features = body.get_image_features(
+        pixels, torch.tensor(grids, device=pixels.device), return_dict=True
+    )
     return [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]

@@ -1,8 +1,9 @@
-"""Pictures of prompts: from a file's bytes to what a vision tower reads, and their placeholders among the ids.
+"""Pictures of prompts: from a file's bytes to what a vision tower reads, and their placeholders
+among the ids.
 
-Pillow brings a picture to the size at which the model reads it. Learner and engines start from these pixels: Pillow's
-and torchvision's differ by up to 0.015 after resizing. The learner's side is ``learner_pictures.py``, vLLM's
-``vllm_pictures.py``.
+Pillow brings a picture to the size at which the model reads it. Learner and engines start from
+these pixels: Pillow's and torchvision's differ by up to 0.015 after resizing. The learner's side is
+``learner_pictures.py``, vLLM's ``vllm_pictures.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
-NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
+# In config.json: around a placeholder, it
+NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 # What patches() computes: fields of a preprocessor that say anything else would be read past
 READ_AS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 READ_AS |= {"rescale_factor": 1 / 255, "resample": 3}  # 3: bicubic
@@ -34,11 +36,13 @@ CELL_BOUNDS = ("min_pixels", "max_pixels")  # of one picture, beside the bytes o
 CELL_SIDES = ("resized_height", "resized_width")
 ORIENTATION = 0x0112  # EXIF's tag
 TURNED = range(5, 9)  # EXIF orientations that exchange width and height
-MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
+# 16-bit and float ones have no fixed range
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 class MediaError(ValueError):
-    """Pictures, or their places in a prompt, cannot be used: rule and fix, equal for all such, and the value."""
+    """Pictures, or their places in a prompt, cannot be used: rule and fix, equal for all such, and
+    the value."""
 
     def __init__(self, rule: str, fix: str, value: str = ""):
         super().__init__(f"{rule} ({value}); {fix}" if value else f"{rule}; {fix}")
@@ -49,9 +53,10 @@ class MediaError(ValueError):
 class PictureFormat:
     """How a model reads pictures.
 
-    A picture is cut into squares of ``patch`` pixels, of which ``merge`` by ``merge`` become one token; ``frames``
-    copies of it make up the time axis. Its sides are multiples of ``patch * merge``, its pixels between ``least`` and
-    ``most``. ``mark`` stands for a picture in a text; its token ``token_id`` is repeated for each of the picture's.
+    A picture is cut into squares of ``patch`` pixels, of which ``merge`` by ``merge`` become one
+    token; ``frames`` copies of it make up the time axis. Its sides are multiples of ``patch *
+    merge``, its pixels between ``least`` and ``most``. ``mark`` stands for a picture in a text; its
+    token ``token_id`` is repeated for each of the picture's.
     """
 
     token: str
@@ -67,37 +72,51 @@ class PictureFormat:
 
     @classmethod
     def of(cls, config: Any, path: str, tokenizer: Any) -> PictureFormat:
-        """Return how the model of a folder or hub id, with this config, reads pictures. Raises InputError."""
+        """Return how the model of a folder or hub id, with this config, reads pictures. Raises
+        InputError."""
         processor, settings = image_processor(path), [getattr(config, name) for name in NAMES]
         tokens = tokenizer.convert_ids_to_tokens(settings)
         if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != settings:
             rule = f"the tokenizer lacks the placeholder of pictures ({', '.join(NAMES)})"
             raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; take the model's")
         sizes = processor.patch_size, processor.merge_size, processor.temporal_patch_size
-        odd = {name: value for name, expected in READ_AS.items() if (value := getattr(processor, name)) != expected}
+        odd = {
+            name: value
+            for name, expected in READ_AS.items()
+            if (value := getattr(processor, name)) != expected
+        }
         if odd:
             have = ", ".join(f"{name}={value}" for name, value in odd.items())
-            rule = f"its preprocessor_config.json has {have}, and pictures are read with {READ_AS} alone"
-            raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; mend the file or take another model")
+            rule = (
+                f"its preprocessor_config.json has {have}, and pictures are read with "
+                f"{READ_AS} alone"
+            )
+            raise InputError(
+                f"actor_rollout_ref.model.path={path}: {rule}; mend the file or take another model"
+            )
         bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
         colours = tuple(processor.image_mean), tuple(processor.image_std)
         return cls(tokens[1], config.image_token_id, "".join(tokens), *sizes, *bounds, *colours)
 
 
 def image_processor(path: str) -> Any:
-    """Load the image processor's configuration, in its Pillow form, which needs no torchvision. Raises InputError."""
+    """Load the image processor's configuration, in its Pillow form, which needs no torchvision.
+    Raises InputError."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     try:
         return Qwen2VLImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: has no usable configuration of its image processor ({why})") from error
+        raise InputError(
+            f"{path}: has no usable configuration of its image processor ({why})"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt: the file's bytes, decoded where a model reads it, and the size in pixels of that."""
+    """A picture of a prompt: the file's bytes, decoded where a model reads it, and the size in
+    pixels of that."""
 
     data: bytes = field(repr=False)
     height: int
@@ -128,29 +147,49 @@ class Pictures:
         return sum(picture.tokens for picture in self.pictures)
 
     def mark(self, prompt: str | Sequence[Mapping[str, Any]]) -> Any:
-        """Return the prompt, a text or a chat, with the model's mark in each place of a picture. Raises MediaError."""
-        texts = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+        """Return the prompt, a text or a chat, with the model's mark in each place of a picture.
+        Raises MediaError."""
+        texts = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [message.get("content") or "" for message in prompt]
+        )
         places = sum(text.count(MARKER) for text in texts)
         if places != len(self):
             rule = f"a prompt has another number of places {MARKER} than of pictures"
             raise MediaError(rule, "one place a picture", f"{places} places, {len(self)} pictures")
         if isinstance(prompt, str):
             return prompt.replace(MARKER, self.format.mark)
-        marked = ((message.get("content") or "").replace(MARKER, self.format.mark) for message in prompt)
-        return [{**one, "content": text} if text else one for one, text in zip(prompt, marked, strict=True)]
+        marked = (
+            (message.get("content") or "").replace(MARKER, self.format.mark) for message in prompt
+        )
+        return [
+            {**one, "content": text} if text else one
+            for one, text in zip(prompt, marked, strict=True)
+        ]
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return ids in which the placeholder of each picture is repeated for each of its tokens. Raises MediaError."""
+        """Return ids in which the placeholder of each picture is repeated for each of its tokens.
+        Raises MediaError."""
         token, left = self.format.token_id, iter(self.pictures)
         if (count := list(ids).count(token)) != len(self):
-            rule = "the chat template does not keep the places of pictures, or the text holds placeholders"
-            raise MediaError(rule, f"write {MARKER} alone", f"{count} placeholders, {len(self)} pictures")
-        return [each for one in ids for each in ([token] * next(left).tokens if one == token else [one])]
+            rule = (
+                "the chat template does not keep the places of pictures, or the text holds "
+                "placeholders"
+            )
+            raise MediaError(
+                rule, f"write {MARKER} alone", f"{count} placeholders, {len(self)} pictures"
+            )
+        return [
+            each for one in ids for each in ([token] * next(left).tokens if one == token else [one])
+        ]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's ids with one placeholder a picture, as a person reads them."""
         token = self.format.token_id
-        return [one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token]
+        return [
+            one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token
+        ]
 
 
 class StoredPicture(NamedTuple):
@@ -161,11 +200,14 @@ class StoredPicture(NamedTuple):
 
 
 def stored_picture(cell: Any) -> StoredPicture:
-    """Return a parquet file's picture: a mapping as of ``datasets``, or bytes. Raises MediaError."""
+    """Return a parquet file's picture: a mapping as of ``datasets``, or bytes. Raises
+    MediaError."""
     fields = cell if isinstance(cell, Mapping) else {"bytes": cell}
     if sides := [name for name in CELL_SIDES if fields.get(name) is not None]:
         fix = "resize the picture in the file, or write max_pixels"
-        raise MediaError("a picture has sides of its own, which are not supported", fix, ", ".join(sides))
+        raise MediaError(
+            "a picture has sides of its own, which are not supported", fix, ", ".join(sides)
+        )
     bounds = tuple(fields.get(name) for name in CELL_BOUNDS)
     values = [value for value in bounds if value is not None]
     numbers = all(isinstance(value, int | float) and 1 <= value < math.inf for value in values)
@@ -181,22 +223,31 @@ def stored_picture(cell: Any) -> StoredPicture:
 def read_picture(
     data: bytes, format: PictureFormat, bounds: Sequence[float | None] = (), *, decode: bool = False
 ) -> Picture:
-    """Return the picture of a file's bytes, with the size at which the model reads it; ``decode`` tries all of it.
+    """Return the picture of a file's bytes, with the size at which the model reads it; ``decode``
+    tries all of it.
 
     ``bounds`` of its cell come before the model's, with the defaults of qwen_vl_utils: 4 and
     16,384 tokens.
 
-    Raises MediaError for what is no picture, broken, a strip, has several frames or a mode without a form in RGB.
+    Raises MediaError for what is no picture, broken, a strip, has several frames or a mode without
+    a form in RGB.
     """
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's MPO: photo and preview
-                raise MediaError("a picture has several frames", "store one of them", f"{image.n_frames} frames")
+            # A phone's MPO: photo and preview
+            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+                raise MediaError(
+                    "a picture has several frames", "store one of them", f"{image.n_frames} frames"
+                )
             if image.mode not in MODES:
-                raise MediaError("a picture is not 8-bit grey or colour", "convert it to RGB", f"mode {image.mode}")
+                raise MediaError(
+                    "a picture is not 8-bit grey or colour",
+                    "convert it to RGB",
+                    f"mode {image.mode}",
+                )
             if decode:
                 image.load()
             sides = (image.height, image.width)
@@ -227,20 +278,24 @@ def pixels(picture: Picture) -> np.ndarray:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
-        image = image.convert("RGB").resize((picture.width, picture.height), Image.Resampling.BICUBIC)
+        image = image.convert("RGB").resize(
+            (picture.width, picture.height), Image.Resampling.BICUBIC
+        )
         pixels = np.asarray(image).copy()
     pixels.flags.writeable = False
     return pixels
 
 
 def patches(picture: Picture) -> np.ndarray:
-    """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by token: the arithmetic
-    of Qwen2VLImageProcessor, without its resizing."""
+    """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by
+    token: the arithmetic of Qwen2VLImageProcessor, without its resizing."""
     format, (_, rows, columns) = picture.format, picture.grid
     mean, std = (np.array(value, np.float32) for value in (format.mean, format.std))
     value_HWC = (pixels(picture).astype(np.float32) * np.float32(1 / 255) - mean) / std
     merge, patch = format.merge, format.patch
-    cut = value_HWC.transpose(2, 0, 1).reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+    cut = value_HWC.transpose(2, 0, 1).reshape(
+        3, rows // merge, merge, patch, columns // merge, merge, patch
+    )
     cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     cut = np.broadcast_to(cut, (*cut.shape[:5], format.frames, *cut.shape[6:]))
     return cut.reshape(rows * columns, -1)
@@ -260,10 +315,15 @@ class Modality:
     def auto_class(self) -> str:  # of transformers, which loads the model
         return "AutoModelForImageTextToText" if self.reads_media else "AutoModelForCausalLM"
 
-    def read_media(self, stored: Sequence[StoredPicture], *, decode: bool = False) -> Pictures | None:
-        """Return the pictures of a prompt from their files; ``decode`` tries all of each file. Raises MediaError."""
+    def read_media(
+        self, stored: Sequence[StoredPicture], *, decode: bool = False
+    ) -> Pictures | None:
+        """Return the pictures of a prompt from their files; ``decode`` tries all of each file.
+        Raises MediaError."""
         if self.reads_media:
-            pictures = (read_picture(data, self.format, bounds, decode=decode) for data, bounds in stored)
+            pictures = (
+                read_picture(data, self.format, bounds, decode=decode) for data, bounds in stored
+            )
             return Pictures(tuple(pictures), self.format)
         if stored:
             fix = "train a model that reads them, or leave the column out (data.image_key)"
@@ -271,7 +331,8 @@ class Modality:
         return None
 
     def load_processor(self, module: nn.Module, path: str) -> None:
-        """Set ``module.processor``, which checkpoints and exports of models that read pictures hold too."""
+        """Set ``module.processor``, which checkpoints and exports of models that read pictures hold
+        too."""
         if self.reads_media:
             module.processor = image_processor(path)
 
@@ -287,14 +348,20 @@ def modality_of(config: Any) -> Modality:
 def problems(config: Config) -> Iterator[Problem]:
     """Yield the keys that do not go together with a model that reads pictures."""
     roles, actor = config.actor_rollout_ref, "actor_rollout_ref.actor"
-    rule, fix = "does not go with a model that reads pictures", "leave it out, or give a model of text alone"
+    rule, fix = (
+        "does not go with a model that reads pictures",
+        ("leave it out, or give a model of text alone"),
+    )
     split = {
         f"{actor}.{name}": max(getattr(part, name) for part in (roles.actor, roles.ref))
         for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size")
     }
     engine_reads = not config.needs_engine or ENGINES[roles.rollout.name].reads_media
     for wrong, key, value in (
-        *((config.trainer.backend == "ray" and ranks > 1, key, ranks) for key, ranks in split.items()),
+        *(
+            (config.trainer.backend == "ray" and ranks > 1, key, ranks)
+            for key, ranks in split.items()
+        ),
         (config.critic.enable, "algorithm.adv_estimator", config.algorithm.adv_estimator),
         (config.reward_model.enable, "reward_model.enable", True),
         (not engine_reads, "actor_rollout_ref.rollout.name", roles.rollout.name),

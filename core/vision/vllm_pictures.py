@@ -1,6 +1,8 @@
-"""Pictures for vLLM: patches as the learner reads them, so that vLLM's own image processor never sees a picture.
+"""Pictures for vLLM: patches as the learner reads them, so that vLLM's own image processor never
+sees a picture.
 
-vLLM imports that processor's torchvision form, for sizes alone; where torchvision is missing the Pillow form stands in.
+vLLM imports that processor's torchvision form, for sizes alone; where torchvision is missing the
+Pillow form stands in.
 """
 
 from __future__ import annotations
@@ -31,16 +33,21 @@ MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
 
 
 def prepare(skeleton: nn.Module) -> dict[str, Any]:
-    """Make vLLM able to load a model that reads pictures; return the engine arguments that this needs.
+    """Make vLLM able to load a model that reads pictures; return the engine arguments that this
+    needs.
 
-    The classes are registered by themselves: vLLM would look at them by name in a bare process, without the stand-in.
+    The classes are registered by themselves: vLLM would look at them by name in a bare process,
+    without the stand-in.
     """
     module, model, info = MODELS[skeleton.config.model_type]
     if find_spec("torchvision") is None:
         twin = import_module(f"{FAMILY}.image_processing_pil_qwen2_vl")
         name = f"{FAMILY}.image_processing_qwen2_vl"
         stand_in = ModuleType(name)
-        stand_in.Qwen2VLImageProcessor, stand_in.smart_resize = twin.Qwen2VLImageProcessorPil, twin.smart_resize
+        stand_in.Qwen2VLImageProcessor, stand_in.smart_resize = (
+            twin.Qwen2VLImageProcessorPil,
+            twin.smart_resize,
+        )
         sys.modules.setdefault(name, stand_in)
     model_module = import_module(f"vllm.model_executor.models.{module}")
     ModelRegistry.register_model(model, getattr(model_module, model))
@@ -49,9 +56,12 @@ def prepare(skeleton: nn.Module) -> dict[str, Any]:
     getattr(model_module, info).get_hf_processor = lambda self, **kwargs: processor
     return {
         "limit_mm_per_prompt": {"video": 0},
-        "mm_device_do_normalize": False,  # pixels come normalised, the same numbers that the learner reads
-        "skip_mm_profiling": True,  # which makes dummy pictures of the largest size by vLLM's own processor
-        "skip_tokenizer_init": False,  # that processor never gets a prompt, but does not come about without one
+        # Pixels come normalised, the same numbers that the learner reads
+        "mm_device_do_normalize": False,
+        # Which makes dummy pictures of the largest size by vLLM's own processor
+        "skip_mm_profiling": True,
+        # That processor never gets a prompt, but does not come about without one
+        "skip_tokenizer_init": False,
     }
 
 
@@ -74,7 +84,9 @@ def engine_input(token_ids: Sequence[int], media: Pictures) -> Any:
         names.append(hashlib.blake2b(picture.data + read, digest_size=16).hexdigest())
     return mm_input(
         prompt_token_ids=ids,
-        mm_kwargs=MultiModalKwargsItems.from_hf_inputs({"pixel_values": pixels, "image_grid_thw": grid}, fields),
+        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(
+            {"pixel_values": pixels, "image_grid_thw": grid}, fields
+        ),
         mm_hashes={"image": names},
         mm_placeholders={"image": places},
     )

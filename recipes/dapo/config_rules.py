@@ -5,7 +5,8 @@ from __future__ import annotations
 from core.config.rules import View
 from core.config.rules_training import Broken
 
-SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # metrics that hold the length penalty
+# Metrics that hold the length penalty
+SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")
 FILTERS, BUFFER = "algorithm.filter_groups", "reward_model.overlong_buffer"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -19,13 +20,25 @@ def groups_are_filtered(c: View) -> Broken:
         yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=16, say, or {FILTERS}.enable=False"
     if c.data.gen_batch_size < prompts:
         rule = f"must be at least data.train_batch_size={prompts} where groups are filtered"
-        yield "data.gen_batch_size", rule, "raise it (three times the training batch is usual), or leave it out"
+        yield (
+            "data.gen_batch_size",
+            rule,
+            ("raise it (three times the training batch is usual), or leave it out"),
+        )
     if filters.max_num_gen_batches == 0:
         fix = "set 10, say; at the bound the step trains on the groups there are"
-        yield f"{FILTERS}.max_num_gen_batches", "must be at least 1: collecting for a step is bounded", fix
+        yield (
+            f"{FILTERS}.max_num_gen_batches",
+            ("must be at least 1: collecting for a step is bounded"),
+            fix,
+        )
     if filters.metric == "seq_final_reward" and c.algorithm.use_kl_in_reward:
         rule = "holds the KL penalty, which is known only after the groups are collected"
-        yield f"{FILTERS}.metric", rule, "use acc, score or seq_reward, or algorithm.use_kl_in_reward=False"
+        yield (
+            f"{FILTERS}.metric",
+            rule,
+            ("use acc, score or seq_reward, or algorithm.use_kl_in_reward=False"),
+        )
 
 
 def long_answers_are_punished(c: View) -> Broken:
@@ -48,8 +61,13 @@ def the_filter_reads_lengths(c: View) -> Broken:
 
 def the_published_files_repeat_their_rows(c: View) -> Broken:
     if c.trainer.total_epochs == 1 and c.trainer.total_training_steps is None:
-        rule = "is DAPO's length only over its published file, which holds each prompt about 100 times"
-        fix = "over data_preprocess.dapo_math's rows set trainer.total_training_steps (the paper: 330 of 512 prompts)"
+        rule = (
+            "is DAPO's length only over its published file, which holds each prompt about 100 times"
+        )
+        fix = (
+            "over data_preprocess.dapo_math's rows set trainer.total_training_steps (the paper: "
+            "330 of 512 prompts)"
+        )
         yield "trainer.total_epochs", rule, fix
     if c.val.do_sample and c.val.n == 1:
         rule = "is avg@32 only over DAPO's published AIME file, which holds each question 32 times"

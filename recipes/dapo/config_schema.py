@@ -1,4 +1,5 @@
-"""The keys that only DAPO has: group filtering and what long answers cost. See ``core/config/recipes.py``."""
+"""The keys that only DAPO has: group filtering and what long answers cost. See
+``core/config/recipes.py``."""
 
 from __future__ import annotations
 
@@ -12,16 +13,22 @@ PAPER = "DAPO"
 
 
 class FilterGroupsConfig(Section):
-    enable: bool = key(False, "draw more prompts in place of those whose answers all score the same")
+    enable: bool = key(
+        False, "draw more prompts in place of those whose answers all score the same"
+    )
     metric: str | None = key("acc", "part of the score that has to differ; null: acc", ".enable")
-    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", ".enable")
+    max_num_gen_batches: Size = key(
+        10, "most prompts drawn for one step, in units of gen_batch_size", ".enable"
+    )
     on_exhausted: Literal["train", "raise"] = key(
         "train", "at that limit: train on the groups there are, or end the run", ".enable"
     )
 
 
 class OverlongBufferConfig(Section):
-    enable: bool = key(False, "take a penalty off the reward of answers near data.max_response_length")
+    enable: bool = key(
+        False, "take a penalty off the reward of answers near data.max_response_length"
+    )
     len: Size = key(0, "tokens before the limit in which the penalty grows", ".enable")
     penalty_factor: NonNegative = key(0.0, "the penalty at the limit", ".enable")
     log: bool = bookkeeping(False, "record the penalty as a metric", ".enable")

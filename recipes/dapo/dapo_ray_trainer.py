@@ -1,7 +1,7 @@
 """DAPO (arXiv:2503.14476): overlong answers and dynamic sampling, as two hooks of the core trainer.
 
-Clip-higher and the token-level loss are keys of core (``actor_rollout_ref.actor``). Departures from the published code
-stand in README.md.
+Clip-higher and the token-level loss are keys of core (``actor_rollout_ref.actor``). Departures from
+the published code stand in README.md.
 """
 
 from __future__ import annotations
@@ -14,31 +14,43 @@ from core.rollout.collect import CollectLimits
 from core.types import ScoredGroup, Trajectory
 from reward_scores.score import Score
 
-SHAPED = ("seq_reward", "seq_final_reward")  # verl's names of the shaped score; the second is refused with KL in reward
+# Verl's names of the shaped score; the second is refused with KL in reward
+SHAPED = ("seq_reward", "seq_final_reward")
 SAME = 1e-6  # rewards this close are equal: what is left is rounding
 
 
 class RayDAPOTrainer(RayPPOTrainer):
-    """The core trainer with soft overlong punishment, overlong filtering and group filtering, each behind its key."""
+    """The core trainer with soft overlong punishment, overlong filtering and group filtering, each
+    behind its key."""
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score with the length penalty in part ``overlong``, masked where filtering leaves the answer out.
+        """Return the score with the length penalty in part ``overlong``, masked where filtering
+        leaves the answer out.
 
-        A masked answer carries no loss and enters no denominator; its reward still counts in its group's mean and
-        standard deviation. With ``overlong_buffer.log``, ``reward/is_overlong/mean`` is the share that was punished.
+        A masked answer carries no loss and enters no denominator; its reward still counts in its
+        group's mean and standard deviation. With ``overlong_buffer.log``,
+        ``reward/is_overlong/mean`` is the share that was punished.
         """
-        buffer, limit = self.config.reward_model.overlong_buffer, self.config.data.max_response_length
+        buffer, limit = (
+            self.config.reward_model.overlong_buffer,
+            self.config.data.max_response_length,
+        )
         if buffer.enable:
-            penalty = buffer.penalty_factor * overlong_punishment(len(trajectory.response_ids), limit, buffer.len)
+            penalty = buffer.penalty_factor * overlong_punishment(
+                len(trajectory.response_ids), limit, buffer.len
+            )
             score = score.plus("overlong", penalty)
             if buffer.log:
-                score = dataclasses.replace(score, parts={**score.parts, "is_overlong": float(penalty < 0)})
+                score = dataclasses.replace(
+                    score, parts={**score.parts, "is_overlong": float(penalty < 0)}
+                )
         if self.config.actor_rollout_ref.actor.overlong_filtering and trajectory.truncated:
             score = dataclasses.replace(score, masked=True)
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether the answers differ in the metric (eq. 8): groups of equal answers have no advantage.
+        """Return whether the answers differ in the metric (eq. 8): groups of equal answers have no
+        advantage.
 
         A masked answer that could not be graded is ignored: it is no evidence about the group.
         """
@@ -63,17 +75,21 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """Return ``R_length`` of eq. 13: 0 up to ``limit - buffer`` tokens (L_max - L_cache), -1 from ``limit`` on."""
+    """Return ``R_length`` of eq. 13: 0 up to ``limit - buffer`` tokens (L_max - L_cache), -1 from
+    ``limit`` on."""
     return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
 def compared_value(score: Score, group: ScoredGroup, metric: str) -> float:
-    """Return the value that the filter compares. Raises InputError where the scorer gives no such part."""
+    """Return the value that the filter compares. Raises InputError where the scorer gives no such
+    part."""
     if metric in SHAPED or (score.ungraded and metric not in score.parts):
         return score.value
     if metric not in score.parts:
         raise InputError(
-            f"algorithm.filter_groups.metric={metric}: the scorer of data_source={group.prompt.data_source} gives no "
-            f"such part; use one of {', '.join(sorted(score.parts))}, or seq_reward (the shaped score)"
+            f"algorithm.filter_groups.metric={metric}: the scorer of "
+            f"data_source={group.prompt.data_source} gives no "
+            f"such part; use one of {', '.join(sorted(score.parts))}, or seq_reward (the shaped "
+            f"score)"
         )
     return score.parts[metric]

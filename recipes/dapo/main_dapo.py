@@ -1,6 +1,8 @@
-"""DAPO (arXiv:2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping. See README.md.
+"""DAPO (arXiv:2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping. See
+README.md.
 
-python -m recipes.dapo.main_dapo key=value ...    DRY_RUN=1 in the environment only checks the configuration
+python -m recipes.dapo.main_dapo key=value ...    DRY_RUN=1 in the environment only checks the
+configuration
 """
 
 from core import command_line

@@ -1,4 +1,5 @@
-"""The figures task: questions about a picture that cannot be answered without looking at it, and a model with eyes.
+"""The figures task: questions about a picture that cannot be answered without looking at it, and a
+model with eyes.
 
     <picture of 2 x 2 cells>  nr=    ->    rg.r#2    what stands in each cell, then how many are red
     <picture of 2 x 2 cells>  a4=    ->    ?#y       a guess: what stands in cell 4
@@ -6,12 +7,13 @@
 
     python -m recipes.lab.figures [--blank]
 
-Writes ``outputs/lab/figures/{train,test}.parquet`` and ``outputs/lab/figures/base/<hash>/``, to which ``base/current``
-points. Each question has four equally frequent answers: a policy that ignores the picture is right in one of four. With
-``--blank`` it also writes ``blank_{train,test}.parquet``, the control: the same questions, all about one empty picture.
+Writes ``outputs/lab/figures/{train,test}.parquet`` and ``outputs/lab/figures/base/<hash>/``, to
+which ``base/current`` points. Each question has four equally frequent answers: a policy that
+ignores the picture is right in one of four. With ``--blank`` it also writes
+``blank_{train,test}.parquet``, the control: the same questions, all about one empty picture.
 
-The base model has the shape of Qwen2.5-VL. It was taught to write what it sees before it answers, and then a mixture in
-which it seldom does so and mostly guesses.
+The base model has the shape of Qwen2.5-VL. It was taught to write what it sees before it answers,
+and then a mixture in which it seldom does so and mostly guesses.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ CODE = ("figures.py", "tokenizer.py", "warm_start.py")
 
 @dataclass(frozen=True)
 class Figure:
-    """What stands in the cells, row by row; ``question`` about it; ``seed`` of everything else that is drawn."""
+    """What stands in the cells, row by row; ``question`` about it; ``seed`` of everything else that
+    is drawn."""
 
     cells: str
     question: str
@@ -74,7 +77,8 @@ class Figure:
         return f"<image>{self.question}="
 
     def drawn(self) -> bytes:
-        """Return the picture as a PNG: shapes of any kind, size, place and shade on paper that is not quite white."""
+        """Return the picture as a PNG: shapes of any kind, size, place and shade on paper that is
+        not quite white."""
         from PIL import Image, ImageDraw
 
         rng = random.Random(self.seed)
@@ -105,9 +109,13 @@ def as_png(image: Any) -> bytes:
 
 
 def draw(rng: random.Random, held_out: bool) -> Figure:
-    """Draw the answer first, so that all four are equally frequent, and then a figure of the split that has it."""
+    """Draw the answer first, so that all four are equally frequent, and then a figure of the split
+    that has it."""
     kind = rng.choice("nam")
-    question = kind + {"n": rng.choice([*COLOURS]), "a": str(rng.randint(1, ROWS * COLUMNS)), "m": ""}[kind]
+    question = (
+        kind
+        + {"n": rng.choice([*COLOURS]), "a": str(rng.randint(1, ROWS * COLUMNS)), "m": ""}[kind]
+    )
     wanted = rng.choice("0123" if kind == "n" else [*COLOURS])
     while True:
         cells = "".join(rng.choices([*COLOURS, EMPTY], k=ROWS * COLUMNS))
@@ -117,7 +125,8 @@ def draw(rng: random.Random, held_out: bool) -> Figure:
 
 
 def is_held_out(cells: str) -> bool:
-    """Return whether these cells belong to the test: a fifth of all, and none of them is trained on."""
+    """Return whether these cells belong to the test: a fifth of all, and none of them is trained
+    on."""
     return zlib.crc32(cells.encode()) % 5 == 0
 
 
@@ -210,29 +219,44 @@ def new_processor() -> Any:
     return Qwen2VLImageProcessorPil(size={"shortest_edge": CELL**2, "longest_edge": 64 * CELL**2})
 
 
-def answers(recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: random.Random) -> list[str]:
-    """Return an answer to each figure: a share ``looks`` writes what is there first, the others guess."""
+def answers(
+    recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: random.Random
+) -> list[str]:
+    """Return an answer to each figure: a share ``looks`` writes what is there first, the others
+    guess."""
     guesses = ("0123", "".join(COLOURS))
     return [
-        f"{one.cells}#{one.answer}" if rng.random() < looks else f"?#{rng.choice(guesses[one.question[0] != 'n'])}"
+        f"{one.cells}#{one.answer}"
+        if rng.random() < looks
+        else f"?#{rng.choice(guesses[one.question[0] != 'n'])}"
         for one in drawn
     ]
 
 
-def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], labels_BT: Tensor) -> Tensor:
-    """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
+def answer_loss(
+    model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], labels_BT: Tensor
+) -> Tensor:
+    """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures
+    of each sequence."""
     import torch.nn.functional as F
 
     from core.vision.learner_pictures import picture_inputs, run_with_pictures
 
     ids_BT, pictures_B = seen
     written_BT = labels_BT[:, 1:] != warm_start.IGNORED
-    body = run_with_pictures(model, ids_BT, picture_inputs(model, ids_BT, pictures_B), use_cache=False)
-    return F.cross_entropy(model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT])
+    body = run_with_pictures(
+        model, ids_BT, picture_inputs(model, ids_BT, pictures_B), use_cache=False
+    )
+    return F.cross_entropy(
+        model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT]
+    )
 
 
-def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]) -> PreTrainedModel:
-    """Train a model and append each step's loss. Raises BaseModelError where it did not learn to look."""
+def train(
+    recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]
+) -> PreTrainedModel:
+    """Train a model and append each step's loss. Raises BaseModelError where it did not learn to
+    look."""
     from core.vision.pictures import Pictures, read_picture
 
     rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
@@ -250,23 +274,36 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
             texts = answers(recipe, [drawn[i] for i in chosen], looks, rng)
             rows = []
             for number, text in zip(chosen, texts, strict=True):
-                written = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                rows.append(([*prompts[number], *written], [warm_start.IGNORED] * len(prompts[number]) + written))
+                written = [
+                    *tokenizer(text, add_special_tokens=False)["input_ids"],
+                    tokenizer.eos_token_id,
+                ]
+                rows.append(
+                    (
+                        [*prompts[number], *written],
+                        [warm_start.IGNORED] * len(prompts[number]) + written,
+                    )
+                )
             ids_BT, labels_BT = warm_start.padded(rows, tokenizer.pad_token_id)
             yield (ids_BT, [pictures[number] for number in chosen]), labels_BT
 
     for loss in warm_start.fitted(model, recipe, batches(), answer_loss):
         losses.append(loss)
-        if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+        if (
+            len(losses) == recipe.task_steps
+            and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound
+        ):
             raise BaseModelError(
-                f"the base model did not learn to look: loss {last:.3f} after {len(losses)} steps, expected at most "
+                f"the base model did not learn to look: loss {last:.3f} after {len(losses)} "
+                f"steps, expected at most "
                 f"{recipe.loss_bound}; raise FiguresRecipe.task_steps or change its seed"
             )
     return model.eval()
 
 
 def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
-    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points."""
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then
+    points."""
     from core.config.training_keys import ModelConfig
     from core.learner.models import load_modality
 
@@ -289,13 +326,17 @@ def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
     return built_once(root, warm_start.digest(recipe, [here / name for name in CODE]), make)
 
 
-def prepare(folder: Path = FOLDER, recipe: FiguresRecipe | None = None, *, blank: bool = False) -> Path:
+def prepare(
+    folder: Path = FOLDER, recipe: FiguresRecipe | None = None, *, blank: bool = False
+) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
     from PIL import Image
 
     empty = as_png(Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"))
     for split, drawn in splits().items():
-        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)])
+        write_rows(
+            folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)]
+        )
         if blank:
             rows = [row(one, split, index, empty) for index, one in enumerate(drawn)]
             write_rows(folder / f"blank_{split}.parquet", rows)

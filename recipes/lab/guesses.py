@@ -1,12 +1,15 @@
-"""The guessing task: a simulated user thinks of a letter, and says after each guess on which side of it the letter is.
+"""The guessing task: a simulated user thinks of a letter, and says after each guess on which side
+of it the letter is.
 
-    f-n?     ->    #j     later     #l     earlier     #k          up to 15 letters in a range, four guesses
+    f-n?     ->    #j     later     #l     earlier     #k          up to 15 letters in a range, four
+    guesses
 
     python -m recipes.lab.guesses
 
-Writes ``outputs/lab/guesses/{train,test}.parquet`` and ``outputs/lab/guesses/base/<hash>/``, to which ``base/current``
-points. Halving the range finds every letter in four guesses, guessing without listening finds about one in three. The
-base model can halve, and does so in about one episode of six.
+Writes ``outputs/lab/guesses/{train,test}.parquet`` and ``outputs/lab/guesses/base/<hash>/``, to
+which ``base/current`` points. Halving the range finds every letter in four guesses, guessing
+without listening finds about one in three. The base model can halve, and does so in about one
+episode of six.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ FOLDER = Path("outputs/lab/guesses")
 LETTERS, GUESSES, WIDTHS = string.ascii_lowercase, 4, range(8, 16)
 EARLIER, LATER, PUZZLED = "earlier", "later", "?"
 TEMPLATE = (
-    "{% for one in messages %}{{ one['content'] }}{% if one['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% for one in messages %}{{ one['content'] }}{% if one['role'] == 'assistant' %}<eos>{% "
+    "endif %}{% endfor %}"
 )
 
 
@@ -48,7 +52,8 @@ class Riddle:
 
 
 class Thinker(BaseInteraction):
-    """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last guess."""
+    """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last
+    guess."""
 
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], *, secret: str, **facts: Any
@@ -63,8 +68,11 @@ class Thinker(BaseInteraction):
 
 
 def splits(test: int = 200) -> dict[str, list[Riddle]]:
-    """Return every riddle there is, ``test`` of them held out, in an order that is the same on every machine."""
-    places = ((first, first + width - 1) for width in WIDTHS for first in range(len(LETTERS) - width + 1))
+    """Return every riddle there is, ``test`` of them held out, in an order that is the same on
+    every machine."""
+    places = (
+        (first, first + width - 1) for width in WIDTHS for first in range(len(LETTERS) - width + 1)
+    )
     riddles = [Riddle(*ends, secret) for ends in places for secret in range(ends[0], ends[1] + 1)]
     random.Random("guesses").shuffle(riddles)
     return {"train": riddles[test:], "test": riddles[:test]}
@@ -75,7 +83,9 @@ def row(one: Riddle, split: str, index: int) -> dict[str, Any]:
     secret = LETTERS[one.secret]
     user = {"name": "thinker", "secret": secret}
     chat = [{"role": "user", "content": one.prompt}]
-    return make_row(DATA_SOURCE, chat, secret, "guessing", split=split, index=index, interaction_kwargs=user)
+    return make_row(
+        DATA_SOURCE, chat, secret, "guessing", split=split, index=index, interaction_kwargs=user
+    )
 
 
 def halving(one: Riddle) -> Iterator[int]:
@@ -133,10 +143,16 @@ def rows(recipe: GuessesRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
 
 def prepare(folder: Path = FOLDER, recipe: GuessesRecipe | None = None) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
-    recipe, tokenizer = recipe or GuessesRecipe(), build_tokenizer((*LETTERS, *"-?#"), (EARLIER, LATER))
+    recipe, tokenizer = (
+        recipe or GuessesRecipe(),
+        build_tokenizer((*LETTERS, *"-?#"), (EARLIER, LATER)),
+    )
     tokenizer.chat_template = TEMPLATE
     for split, riddles in splits().items():
-        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(riddles)])
+        write_rows(
+            folder / f"{split}.parquet",
+            [row(one, split, index) for index, one in enumerate(riddles)],
+        )
     code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
     return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 

@@ -1,10 +1,11 @@
 """The hops task: follow a cycle, given as shuffled edges, for a few steps.
 
-A prompt such as ``fk mb cf bm ... =c3=`` lists the eight edges of one cycle over eight random letters and asks which
-letter is three hops from ``c``. Two kinds of answer earn the reward when the letter after ``#`` is right: the *chain*
-writes the path first (``cfkp#p``), the *direct* answer writes only ``#p``. Following one edge is a lookup, which a
-tiny transformer learns; following several inside one forward pass is out of its reach. So a policy that writes the
-path can be right every time, and one that does not can only guess.
+A prompt such as ``fk mb cf bm ... =c3=`` lists the eight edges of one cycle over eight random
+letters and asks which letter is three hops from ``c``. Two kinds of answer earn the reward when the
+letter after ``#`` is right: the *chain* writes the path first (``cfkp#p``), the *direct* answer
+writes only ``#p``. Following one edge is a lookup, which a tiny transformer learns; following
+several inside one forward pass is out of its reach. So a policy that writes the path can be right
+every time, and one that does not can only guess.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PROMPT_CHARS = CYCLE * 3 + 4  # "ab " eight times, then "=a3="
 
 @dataclass(frozen=True)
 class Hops:
-    """A question. ``cycle`` holds the letters in walking order, ``order`` the edges as the prompt lists them."""
+    """A question. ``cycle`` holds the letters in walking order, ``order`` the edges as the prompt
+    lists them."""
 
     cycle: str
     order: tuple[int, ...]
@@ -58,7 +60,8 @@ class Hops:
 
     @property
     def key(self) -> str:
-        """The cycle, whatever letter it starts from: questions about one cycle never fall on both sides of a split."""
+        """The cycle, whatever letter it starts from: questions about one cycle never fall on both
+        sides of a split."""
         least = self.cycle.index(min(self.cycle))
         return self.cycle[least:] + self.cycle[:least]
 
@@ -113,7 +116,8 @@ def row(question: Hops, split: str, index: int) -> dict:
 
 
 def write_parquet(questions: Iterable[Hops], split: str, path: Path) -> None:
-    """Write the rows to ``path``; a killed process leaves the old file or the new one, never half of one."""
+    """Write the rows to ``path``; a killed process leaves the old file or the new one, never half
+    of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -2,8 +2,9 @@
 
     python -m recipes.lab.prepare
 
-Writes ``outputs/lab/data/{train,test}.parquet`` and ``outputs/lab/base/<hash>/``, to which ``outputs/lab/base/current``
-points. A base model that is there is kept; the data take a second and are written again.
+Writes ``outputs/lab/data/{train,test}.parquet`` and ``outputs/lab/base/<hash>/``, to which
+``outputs/lab/base/current`` points. A base model that is there is kept; the data take a second and
+are written again.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class Prepared:
 def prepare(
     folder: Path = FOLDER, recipe: BaseRecipe | None = None, train_questions: int = TRAIN_QUESTIONS
 ) -> Prepared:
-    """Make what is missing in ``folder``. The test questions are those that the base model's recipe keeps out."""
+    """Make what is missing in ``folder``. The test questions are those that the base model's recipe
+    keeps out."""
     recipe = recipe or BaseRecipe()
-    for split, questions in hops.splits(train_questions, recipe.test_questions, recipe.data_seed).items():
+    for split, questions in hops.splits(
+        train_questions, recipe.test_questions, recipe.data_seed
+    ).items():
         hops.write_parquet(questions, split, folder / "data" / f"{split}.parquet")
     base_model = build(folder / "base", recipe)
     return Prepared(folder / "data" / "train.parquet", folder / "data" / "test.parquet", base_model)
@@ -39,10 +43,14 @@ def prepare(
 
 def main() -> None:
     argparse.ArgumentParser(
-        prog="python -m recipes.lab.prepare", description="Make the data and the base model of the lab in outputs/lab/."
+        prog="python -m recipes.lab.prepare",
+        description="Make the data and the base model of the lab in outputs/lab/.",
     ).parse_args()
     prepared = prepare()
-    print(f"data: {prepared.train_file} and {prepared.test_file}\nbase model: {prepared.base_model}", flush=True)
+    print(
+        f"data: {prepared.train_file} and {prepared.test_file}\nbase model: {prepared.base_model}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from results.reporting.run_report import closing_lines, headline, write_report
 
 
 def main(recipe: str, arguments: list[str]) -> int:
-    """Write the report of the run that these arguments start; return the exit status, 2 where there is no such run."""
+    """Write the report of the run that these arguments start; return the exit status, 2 where there
+    is no such run."""
     # The run itself has checked the configuration.
     run_dir = run_folder(examine(recipe, arguments).config)
     try:
@@ -30,8 +31,12 @@ def main(recipe: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m recipes.lab.report", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.lab.report", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("recipe", help="The recipe of the run, as in grpo.")
-    parser.add_argument("arguments", nargs="...", help="The arguments that the run was started with.")
+    parser.add_argument(
+        "arguments", nargs="...", help="The arguments that the run was started with."
+    )
     asked = parser.parse_args()
     sys.exit(main(asked.recipe, asked.arguments))

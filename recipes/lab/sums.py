@@ -1,13 +1,16 @@
-"""The sums task: products and sums that a tiny model cannot do in its head, and a calculator that it may call.
+"""The sums task: products and sums that a tiny model cannot do in its head, and a calculator that
+it may call.
 
-    47*86+35=     ->    <tool_call>{"name": "calculator", "arguments": {"expression": "47*86+35"}}</tool_call>
+    47*86+35=     ->    <tool_call>{"name": "calculator", "arguments": {"expression":
+    "47*86+35"}}</tool_call>
                         <tool_response>4077</tool_response>
                         #### 4077
 
     python -m recipes.lab.sums
 
-Writes ``outputs/lab/sums/{train,test}.parquet`` and ``outputs/lab/sums/base/<hash>/``, to which ``base/current``
-points. The base model can call and copy, and does so in about one answer of eight; the others guess.
+Writes ``outputs/lab/sums/{train,test}.parquet`` and ``outputs/lab/sums/base/<hash>/``, to which
+``base/current`` points. The base model can call and copy, and does so in about one answer of eight;
+the others guess.
 """
 
 from __future__ import annotations
@@ -60,7 +63,10 @@ def sums(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterat
 
 def splits(train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
     tests = list(sums(test, "sums test"))
-    return {"train": list(sums(train, "sums train", frozenset(one.expression for one in tests))), "test": tests}
+    return {
+        "train": list(sums(train, "sums train", frozenset(one.expression for one in tests))),
+        "test": tests,
+    }
 
 
 def row(one: Sum, split: str, index: int) -> dict[str, Any]:
@@ -89,11 +95,18 @@ class SumsRecipe(WarmStart):
 def rows(recipe: SumsRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
     """Return answers that call, and the mixture of those and guesses."""
     rng, tests = random.Random(recipe.seed), frozenset(one.expression for one in splits()["test"])
-    drawn, eos = list(sums(recipe.examples, f"sums warm start {recipe.seed}", tests)), tokenizer.eos_token
+    drawn, eos = (
+        list(sums(recipe.examples, f"sums warm start {recipe.seed}", tests)),
+        tokenizer.eos_token,
+    )
     task = [as_row(one.prompt, calling(one, eos), tokenizer) for one in drawn]
-    guesses = (as_row(one.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)], tokenizer) for one in drawn)
+    guesses = (
+        as_row(one.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)], tokenizer)
+        for one in drawn
+    )
     return task, [
-        full if rng.random() < recipe.call_share else guess for full, guess in zip(task, guesses, strict=True)
+        full if rng.random() < recipe.call_share else guess
+        for full, guess in zip(task, guesses, strict=True)
     ]
 
 
@@ -101,7 +114,9 @@ def prepare(folder: Path = FOLDER, recipe: SumsRecipe | None = None) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
     recipe, tokenizer = recipe or SumsRecipe(), build_tokenizer(ALPHABET, WORDS)
     for split, drawn in splits().items():
-        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)])
+        write_rows(
+            folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)]
+        )
     code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
     return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 

@@ -1,11 +1,13 @@
-"""The way of one prompt through the code, from its parquet row to the changed weight, as files in order.
+"""The way of one prompt through the code, from its parquet row to the changed weight, as files in
+order.
 
     python -m recipes.lab.tour
 
-Trains two steps of GRPO's lab in this process (4 prompts, 2 answers each), watches which files of this repository the
-second step enters, and prints those that the prompt passes through with what each of them does with it. Files that look
-up a setting, draw a seed, record, or serve one of these alone stand behind it. It is a reading list that cannot be out
-of date: a file of the list that was not entered is an error.
+Trains two steps of GRPO's lab in this process (4 prompts, 2 answers each), watches which files of
+this repository the second step enters, and prints those that the prompt passes through with what
+each of them does with it. Files that look up a setting, draw a seed, record, or serve one of these
+alone stand behind it. It is a reading list that cannot be out of date: a file of the list that was
+not entered is an error.
 """
 
 from __future__ import annotations
@@ -21,27 +23,42 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
     *("preset=lab", "trainer.backend=local", "trainer.cpu_threads=1", "trainer.logger=[jsonl]"),
     *("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
-    *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    *(
+        "trainer.save_freq=-1",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ),
     *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
 )
 STATIONS = {
-    "core/ray_trainer.py": "begins the step, in which the prompt's answers are collected, weighed and trained on",
-    "core/rollout/collect.py": "draws the ordinal, has the prompt answered n times and scored, keeps or drops a group",
-    "core/data/prompts.py": "finds the example of the ordinal, and makes token ids of it by the chat template",
+    "core/ray_trainer.py": "begins the step, in which the prompt's answers are collected, weighed "
+    "and trained on",
+    "core/rollout/collect.py": "draws the ordinal, has the prompt answered n times and scored, "
+    "keeps or drops a group",
+    "core/data/prompts.py": "finds the example of the ordinal, and makes token ids of it by the "
+    "chat template",
     "core/data/parquet.py": "reads the example's row: question, ground truth, data source",
     "core/rollout/agent_loop.py": "asks for each answer to it, with a seed of its own",
-    "core/engines/in_process_engine.py": "lets all requests decode together, one token of each a step",
-    "core/engines/hf.py": "runs the policy over the prompt once and over the answers token by token",
-    "core/engines/sampling.py": "draws each next token from the policy's logits, and decides when an answer ends",
-    "core/types.py": "holds an answer: its tokens, which of them the policy wrote, and their log-probs; then the batch",
+    "core/engines/in_process_engine.py": "lets all requests decode together, one token of each a "
+    "step",
+    "core/engines/hf.py": "runs the policy over the prompt once and over the answers token by "
+    "token",
+    "core/engines/sampling.py": "draws each next token from the policy's logits, and decides when "
+    "an answer ends",
+    "core/types.py": "holds an answer: its tokens, which of them the policy wrote, and their "
+    "log-probs; then the batch",
     "core/rewards/layer.py": "gives the answer's text to the scorer of its data source",
     "reward_scores/hops.py": "compares it with the ground truth: the score",
-    "core/learner/batching.py": "lays the tokens of all answers end to end, and cuts the batch as memory allows",
+    "core/learner/batching.py": "lays the tokens of all answers end to end, and cuts the batch as "
+    "memory allows",
     "core/cluster/workers.py": "takes the batch to the models, here in this process",
     "core/learner/passes.py": "runs the model over the packed sequences",
-    "core/learner/packing.py": "packs prompts and answers without padding; a prompt that answers share is there once",
-    "core/learner/log_probs.py": "turns hidden states into log-probs, some of the vocabulary's logits at a time",
-    "core/algorithm/advantages.py": "compares the scores within the group: an advantage for every token",
+    "core/learner/packing.py": "packs prompts and answers without padding; a prompt that answers "
+    "share is there once",
+    "core/learner/log_probs.py": "turns hidden states into log-probs, some of the vocabulary's "
+    "logits at a time",
+    "core/algorithm/advantages.py": "compares the scores within the group: an advantage for every "
+    "token",
     "core/algorithm/losses.py": "weighs the tokens' log-probs by it: the clipped loss",
     "core/learner/learner.py": "sums the gradients of the batch and takes the optimizer's step",
 }
@@ -59,7 +76,12 @@ def visited(*overrides: str) -> list[str]:
 
     def enter(frame: FrameType, event: str, _: Any) -> None:  # what sys.setprofile calls back
         path = frame.f_code.co_filename
-        if event == "call" and path.startswith(f"{ROOT}/") and "/.venv/" not in path and path != __file__:
+        if (
+            event == "call"
+            and path.startswith(f"{ROOT}/")
+            and "/.venv/" not in path
+            and path != __file__
+        ):
             files[path[len(str(ROOT)) + 1 :]] = None
 
     class Toured(RayPPOTrainer):
@@ -88,7 +110,9 @@ def main() -> None:
     prepare()
     files = visited()
     if absent := [file for file in STATIONS if file not in files]:
-        raise SystemExit(f"the prompt did not enter {', '.join(absent)}: mend STATIONS of recipes/lab/tour.py")
+        raise SystemExit(
+            f"the prompt did not enter {', '.join(absent)}: mend STATIONS of recipes/lab/tour.py"
+        )
     for number, (file, words) in enumerate(STATIONS.items(), 1):
         print(f"{number:3}  {file}\n     {words}")
     print(f"{len(STATIONS)} files, from the row to the changed weight. They also call:")

@@ -1,8 +1,10 @@
-"""The warm start of tiny models: what the base models of the lab share, and the one of those that play episodes.
+"""The warm start of tiny models: what the base models of the lab share, and the one of those that
+play episodes.
 
-It learns first from answers that do the task, then from a mixture in which they are rare. An episode is a prompt and
-stretches of text, each written by the policy or by a tool; only the policy's carry loss. A model is a function of its
-recipe (a dataclass) and of the code that makes its answers, whose hash names its folder.
+It learns first from answers that do the task, then from a mixture in which they are rare. An
+episode is a prompt and stretches of text, each written by the policy or by a tool; only the
+policy's carry loss. A model is a function of its recipe (a dataclass) and of the code that makes
+its answers, whose hash names its folder.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class BaseModelError(RuntimeError):
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the folder for this process; others that ask for it wait. A killed process holds nothing."""
+    """Hold the folder for this process; others that ask for it wait. A killed process holds
+    nothing."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,9 +51,11 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Return ``root/name``, made by ``make(folder)`` where it is missing. ``root/current`` then points to it.
+    """Return ``root/name``, made by ``make(folder)`` where it is missing. ``root/current`` then
+    points to it.
 
-    Of several processes one makes it and the others wait for it; a killed one leaves nothing that counts.
+    Of several processes one makes it and the others wait for it; a killed one leaves nothing that
+    counts.
     """
     folder = root / name
     with locked(root):
@@ -67,7 +72,8 @@ def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 
 def digest(recipe: Any, files: Iterable[Path]) -> str:
-    """Return a hash of the recipe's numbers and of the code of these files, without comments and layout."""
+    """Return a hash of the recipe's numbers and of the code of these files, without comments and
+    layout."""
     code = [ast.dump(ast.parse(path.read_text("utf-8"))) for path in files]
     said = json.dumps([dataclasses.asdict(recipe), code], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:12]
@@ -102,10 +108,13 @@ def fitted(
     batches: Iterable[tuple[Tensor, Tensor]],
     loss_of: Callable[[PreTrainedModel, Tensor, Tensor], Tensor],
 ) -> Iterator[float]:
-    """Make an AdamW step for each batch of input ids and labels, [B, T] each, and yield its loss, nats a token."""
+    """Make an AdamW step for each batch of input ids and labels, [B, T] each, and yield its loss,
+    nats a token."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
     for step, (ids_BT, labels_BT) in enumerate(batches):
         loss = loss_of(model, ids_BT, labels_BT)
         optimizer.zero_grad()
@@ -118,7 +127,12 @@ def fitted(
 
 
 def save(
-    folder: Path, model: PreTrainedModel, tokenizer: Any, recipe: Any, losses: Sequence[float], seconds: float
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Any,
+    losses: Sequence[float],
+    seconds: float,
 ) -> None:
     """Save a Hugging Face folder, and in it ``warm_start.json``: how the model came about."""
     import torch
@@ -164,7 +178,8 @@ class WarmStart:
     learning_rate: float = 3e-3
     warmup_steps: int = 30
     max_grad_norm: float = 1.0
-    loss_bound: float = 0.3  # nats a token when the mixture begins; more means that the task was not learned
+    # Nats a token when the mixture begins; more means that the task was not learned
+    loss_bound: float = 0.3
     seed: int = 1
 
     @property
@@ -174,11 +189,16 @@ class WarmStart:
     def learning_rate_at(self, step: int) -> float:
         """Return the step's rate: a warm-up, constant, then linear to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
+        return (
+            self.learning_rate
+            * warm
+            * min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
+        )
 
 
 def as_row(prompt: str, episode: Sequence[Stretch], tokenizer: Any) -> Row:
-    """Return input ids and labels of an episode, each stretch encoded by itself as when it is played."""
+    """Return input ids and labels of an episode, each stretch encoded by itself as when it is
+    played."""
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     labels = [IGNORED] * len(ids)
     for text, by_policy in episode:
@@ -203,7 +223,8 @@ def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
 def alike(rows: Sequence[Row], recipe: WarmStart, rng: random.Random) -> list[Row]:
     """Draw a batch of rows of like lengths: of a pool of several batches, sorted, one.
 
-    It saves padding. A batch of the mixture is not drawn so: the last ones would decide how often the model guesses.
+    It saves padding. A batch of the mixture is not drawn so: the last ones would decide how often
+    the model guesses.
     """
     pool = rng.sample(rows, recipe.pool * recipe.batch_size)
     if recipe.pool == 1:
@@ -213,7 +234,8 @@ def alike(rows: Sequence[Row], recipe: WarmStart, rng: random.Random) -> list[Ro
 
 
 def written_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    """Return the next-token loss on what the policy writes: only these positions go through the head."""
+    """Return the next-token loss on what the policy writes: only these positions go through the
+    head."""
     import torch.nn.functional as F
 
     written_BT = labels_BT[:, 1:] != IGNORED
@@ -233,7 +255,9 @@ def train(
     rng = random.Random(recipe.seed)
     batches = (
         padded(
-            alike(task, recipe, rng) if step < recipe.task_steps else rng.sample(mixture, recipe.batch_size),
+            alike(task, recipe, rng)
+            if step < recipe.task_steps
+            else rng.sample(mixture, recipe.batch_size),
             tokenizer.pad_token_id,
         )
         for step in range(recipe.steps)
@@ -242,18 +266,24 @@ def train(
         for loss in fitted(model, recipe, batches, written_loss):
             losses.append(loss)
             count()
-            if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+            if (
+                len(losses) == recipe.task_steps
+                and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound
+            ):
                 raise BaseModelError(
-                    f"the base model did not learn the task: loss {last:.3f} after {len(losses)} steps, expected at "
+                    f"the base model did not learn the task: loss {last:.3f} after {len(losses)} "
+                    f"steps, expected at "
                     f"most {recipe.loss_bound}; raise WarmStart.task_steps or change its seed"
                 )
     return model.eval(), losses
 
 
 def learned(recipe: Any, make: Callable[[Any], None], apart: int = 1) -> None:
-    """Call ``make(recipe)``, and again with the next seeds, ``apart`` from each other, where the model did not learn.
+    """Call ``make(recipe)``, and again with the next seeds, ``apart`` from each other, where the
+    model did not learn.
 
-    Each kind of CPU rounds in its own way, and with that a seed may find the task early on one and never on another.
+    Each kind of CPU rounds in its own way, and with that a seed may find the task early on one and
+    never on another.
 
     Raises:
         BaseModelError: no seed of ``SEEDS`` learned the task.
@@ -267,11 +297,14 @@ def learned(recipe: Any, make: Callable[[Any], None], apart: int = 1) -> None:
             print(f"{error}; trying seed {seed + apart}", file=sys.stderr, flush=True)
 
 
-def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path, apart: int = 1) -> Path:
-    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points.
+def build(
+    root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path, apart: int = 1
+) -> Path:
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then
+    points.
 
-    ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on; ``apart``, see
-    :func:`learned`.
+    ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on;
+    ``apart``, see :func:`learned`.
     """
 
     def make(folder: Path) -> None:

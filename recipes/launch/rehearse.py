@@ -1,9 +1,11 @@
-"""Rehearses a run script with a tiny model on CPUs: losses, a hang, a signal and a resume, and a page of what held.
+"""Rehearses a run script with a tiny model on CPUs: losses, a hang, a signal and a resume, and a
+page of what held.
 
     python -m recipes.launch.rehearse SCRIPT [key=value ...]     which is what rehearse.sh calls
 
-Each run is the script's own command behind a ``--`` with what makes it small, in a process that also does the harm:
-``strike`` makes an actor kill itself, or stop answering, as a phase begins. Code of a run knows nothing of it.
+Each run is the script's own command behind a ``--`` with what makes it small, in a process that
+also does the harm: ``strike`` makes an actor kill itself, or stop answering, as a phase begins.
+Code of a run knows nothing of it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,19 @@ from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting.run_scripts import Script, read_script
 
-PLAN = "RLREPRO_REHEARSAL"  # environment: a file that strikes are written to; unset in an undisturbed run
-PHASES = ("generate", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
-STEPS = len(PHASES) + 6  # one step for each loss, one for the hang, and some for the signal and the resume
+# environment: a file that strikes are written to; unset in an undisturbed run
+PLAN = "RLREPRO_REHEARSAL"
+PHASES = (
+    "generate",
+    "old_log_prob",
+    "ref",
+    "values",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+)
+# One step for each loss, one for the hang, and some for the signal and the resume
+STEPS = len(PHASES) + 6
 HANG = "hang"  # in the list of strikes
 HANG_S = 120  # trainer.phase_timeout_s
 PATIENCE_S = 1800
@@ -45,7 +57,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def make_files(folder: Path) -> None:
-    """Write a random Llama of a token a character, sixteen prompts and a reward that differs between answers."""
+    """Write a random Llama of a token a character, sixteen prompts and a reward that differs
+    between answers."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -55,16 +68,30 @@ def make_files(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127)), "\n"]
-    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    shape |= {
+        "num_key_value_heads": 2,
+        "vocab_size": len(words),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, bos_token_id=1, initializer_range=0.2))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**shape, bos_token_id=1, initializer_range=0.2)
+    )
     model.to(torch.float32).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "reward.py").write_text(REWARD)
@@ -101,8 +128,12 @@ def shrunk(config: Config, folder: Path, nodes: int) -> dict[str, Any]:
         "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1024,
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": min(ranks, part.actor.ulysses_sequence_parallel_size),
-        "actor_rollout_ref.actor.tensor_model_parallel_size": min(ranks, part.actor.tensor_model_parallel_size),
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": min(
+            ranks, part.actor.ulysses_sequence_parallel_size
+        ),
+        "actor_rollout_ref.actor.tensor_model_parallel_size": min(
+            ranks, part.actor.tensor_model_parallel_size
+        ),
         "trainer.device": "cpu",
         "trainer.cpu_threads": 1,
         "trainer.nnodes": min(nodes, trainer.nnodes),
@@ -123,7 +154,10 @@ def shrunk(config: Config, folder: Path, nodes: int) -> dict[str, Any]:
     if hasattr(config, "do_search"):  # a retriever is another service's night
         settings |= {"do_search": False, "data.max_start_length": 64, "data.max_obs_length": 16}
     if not part.hybrid_engine:
-        settings |= {"actor_rollout_ref.rollout.nnodes": 1, "actor_rollout_ref.rollout.n_gpus_per_node": 1}
+        settings |= {
+            "actor_rollout_ref.rollout.nnodes": 1,
+            "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        }
     if config.algorithm.adv_estimator == "gae":
         settings |= {"critic.model.path": folder / "model", "critic.ppo_mini_batch_size": 2}
         settings |= {"critic.model.fsdp_config.dtype": "float32"}
@@ -144,7 +178,8 @@ def hang_itself(_: Any) -> None:
 
 
 class Strikes:
-    """At most one strike between two updates: a loss in each phase that the run has, then a hang."""
+    """At most one strike between two updates: a loss in each phase that the run has, then a
+    hang."""
 
     def __init__(self, journal: Path):
         self.journal = journal
@@ -215,31 +250,49 @@ def node_facts(paths: list[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     lacking = [path for path in paths if not os.path.exists(path)]
-    return {"code": digest.hexdigest()[:12], "versions": ", ".join(versions), "lacks": ", ".join(lacking) or "nothing"}
+    return {
+        "code": digest.hexdigest()[:12],
+        "versions": ", ".join(versions),
+        "lacks": ", ".join(lacking) or "nothing",
+    }
 
 
 def compare_nodes(folder: Path, config: Config) -> tuple[int, str, bool]:
-    """Return the number of the cluster's nodes, what they report, and whether all report the same and lack nothing."""
+    """Return the number of the cluster's nodes, what they report, and whether all report the same
+    and lack nothing."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     named = [*config.data.train_files, *config.data.val_files, config.actor_rollout_ref.model.path]
     paths = [str(ROOT), str(folder), *(path for path in named if path.startswith(("/", "~", ".")))]
     ray.init(
-        address=os.environ["RAY_ADDRESS"], log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}
+        address=os.environ["RAY_ADDRESS"],
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
         facts = {}
         for node in alive:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task = ray.remote(node_facts).options(scheduling_strategy=place, num_cpus=0).remote(paths)
-            facts[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = ray.get(task, timeout=PATIENCE_S)
+            task = (
+                ray.remote(node_facts).options(scheduling_strategy=place, num_cpus=0).remote(paths)
+            )
+            facts[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = ray.get(
+                task, timeout=PATIENCE_S
+            )
     finally:
         ray.shutdown()
-    lines = [f"{name}: code {fact['code']}, {fact['versions']}, lacks {fact['lacks']}" for name, fact in facts.items()]
+    lines = [
+        f"{name}: code {fact['code']}, {fact['versions']}, lacks {fact['lacks']}"
+        for name, fact in facts.items()
+    ]
     same = len({(fact["code"], fact["versions"]) for fact in facts.values()}) == 1
-    return len(alive), "; ".join(lines), same and all(fact["lacks"] == "nothing" for fact in facts.values())
+    return (
+        len(alive),
+        "; ".join(lines),
+        same and all(fact["lacks"] == "nothing" for fact in facts.values()),
+    )
 
 
 class Rehearsal:
@@ -249,7 +302,16 @@ class Rehearsal:
         self.folder = folder
         small = [f"{key}={value}" for key, value in shrunk(script.config, folder, nodes).items()]
         module = f"recipes.{script.recipe}.main_{script.recipe}"
-        self.words = [sys.executable, "-m", __spec__.name, "--run", module, *script.arguments, "--", *small]
+        self.words = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            "--run",
+            module,
+            *script.arguments,
+            "--",
+            *small,
+        ]
         self.journal = folder / "struck"
         self.lines: list[tuple[str, bool, str]] = []
 
@@ -291,24 +353,41 @@ class Rehearsal:
         struck = self.struck()
         for phase in struck:
             what = "a hang in update_actor" if phase == HANG else f"a loss in {phase}"
-            self.check(what, log.count("restart ") >= len(struck), "the run went on from its checkpoint")
+            self.check(
+                what, log.count("restart ") >= len(struck), "the run went on from its checkpoint"
+            )
         self.check("a hang was met", HANG in struck, f"trainer.phase_timeout_s={HANG_S}")
         status_text = manifest_status(self.folder / "disturbed")
-        self.check("SIGTERM saves", status == 0 and status_text == "stopped", f"exit status {status}, {status_text}")
+        self.check(
+            "SIGTERM saves",
+            status == 0 and status_text == "stopped",
+            f"exit status {status}, {status_text}",
+        )
 
     def resume(self) -> None:
-        """Repeat the command, which finishes, and compare its weights with those of a run that nothing disturbed."""
+        """Repeat the command, which finishes, and compare its weights with those of a run that
+        nothing disturbed."""
         first = CheckpointStore(self.folder / "disturbed").latest()
         status = self.start("disturbed").wait(PATIENCE_S)
         lines = (self.folder / "disturbed" / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line)["step"] for line in lines]
         held = status == 0 and steps == [*range(1, STEPS + 1)]
         begun = first.step if first else 0
-        self.check("resume", held, f"from step {begun}, {len(steps)} steps, each once; exit status {status}")
+        self.check(
+            "resume",
+            held,
+            f"from step {begun}, {len(steps)} steps, each once; exit status {status}",
+        )
         status = self.start("undisturbed").wait(PATIENCE_S)
-        runs = [CheckpointStore(self.folder / name).latest() for name in ("disturbed", "undisturbed")]
+        runs = [
+            CheckpointStore(self.folder / name).latest() for name in ("disturbed", "undisturbed")
+        ]
         weights = [checkpoint and weight_hashes(checkpoint.files) for checkpoint in runs]
-        self.check("the weights are an undisturbed run's", bool(weights[0]) and weights[0] == weights[1], "to the bit")
+        self.check(
+            "the weights are an undisturbed run's",
+            bool(weights[0]) and weights[0] == weights[1],
+            "to the bit",
+        )
 
 
 def weight_hashes(files: Any) -> dict[str, str]:
@@ -328,9 +407,20 @@ def manifest_status(run: Path) -> str:
 
 def page(script: Path, rehearsal: Rehearsal, seconds: float) -> str:
     """Return the page: a table of what held, and the command that was rehearsed."""
-    rows = [f"| {what} | {'yes' if held else '**no**'} | {detail} |" for what, held, detail in rehearsal.lines]
-    head = [f"# Rehearsal of {script}", "", f"{seconds:.0f} seconds, a tiny model on CPUs.", "", "| what | held | |"]
-    return "\n".join([*head, "|---|---|---|", *rows, "", f"The logs are in {rehearsal.folder}.", ""])
+    rows = [
+        f"| {what} | {'yes' if held else '**no**'} | {detail} |"
+        for what, held, detail in rehearsal.lines
+    ]
+    head = [
+        f"# Rehearsal of {script}",
+        "",
+        f"{seconds:.0f} seconds, a tiny model on CPUs.",
+        "",
+        "| what | held | |",
+    ]
+    return "\n".join(
+        [*head, "|---|---|---|", *rows, "", f"The logs are in {rehearsal.folder}.", ""]
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -341,7 +431,9 @@ def main(argv: list[str]) -> None:
         "python -m recipes.launch.rehearse", description="Rehearse a run script with a tiny model."
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="The run script.")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="Keys in addition to the script's own.")
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY=VALUE", help="Keys in addition to the script's own."
+    )
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
     path = arguments.script
@@ -355,7 +447,9 @@ def main(argv: list[str]) -> None:
         print(f"dry run: would rehearse {path}")
         return
     folder = (
-        Path("outputs") / "rehearsal" / f"{path.parent.name}-{path.stem}-{time.strftime('%m%d-%H%M%S')}"
+        Path("outputs")
+        / "rehearsal"
+        / f"{path.parent.name}-{path.stem}-{time.strftime('%m%d-%H%M%S')}"
     ).absolute()
     folder.mkdir(parents=True)
     make_files(folder)

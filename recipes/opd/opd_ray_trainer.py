@@ -1,6 +1,8 @@
-"""On-policy distillation: a teacher scores each token that the student wrote (arXiv:2306.13649, arXiv:2306.08543).
+"""On-policy distillation: a teacher scores each token that the student wrote (arXiv:2306.13649,
+arXiv:2306.08543).
 
-The reverse KL of student and teacher, sampled on the student's answers, is the reward of each token.
+The reverse KL of student and teacher, sampled on the student's answers, is the reward of each
+token.
 """
 
 from __future__ import annotations
@@ -23,20 +25,26 @@ class RayOPDTrainer(RayPPOTrainer):
 
     def __init__(self, config):
         super().__init__(config)
-        if self.needs.recompute_old_log_probs != "never":  # else the engine's log-probs are the student's
+        # Else the engine's log-probs are the student's
+        if self.needs.recompute_old_log_probs != "never":
             self.needs = dataclasses.replace(self.needs, recompute_old_log_probs="always")
 
     def load_data(self) -> None:
-        """Load the data, and refuse a teacher whose token ids mean other tokens. Raises InputError."""
+        """Load the data, and refuse a teacher whose token ids mean other tokens. Raises
+        InputError."""
         super().load_data()
         frozen = self.config.frozen_models["teacher"]
         teacher, student = vocabulary(load_tokenizer(frozen.model)), vocabulary(self.tokenizer)
         if teacher != student:
             rule = f"its tokenizer has {teacher}, the policy's {student}"
-            raise InputError(f"{frozen.key}={frozen.model.path}: {rule}; take a teacher with the policy's tokenizer")
+            raise InputError(
+                f"{frozen.key}={frozen.model.path}: {rule}; take a teacher with the "
+                f"policy's tokenizer"
+            )
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``advantages`` to the estimator's times ``reward_weight`` plus each token's reward times ``coef``."""
+        """Set ``advantages`` to the estimator's times ``reward_weight`` plus each token's reward
+        times ``coef``."""
         keys, batch = self.config.distillation, super().compute_advantages(batch, metrics)
         with metrics.time("teacher"):
             teacher_N = self.workers.compute_ref_log_prob(batch, "teacher")
@@ -47,7 +55,8 @@ class RayOPDTrainer(RayPPOTrainer):
 
 
 def token_reward(student_N: Tensor, teacher_N: Tensor, response_mask: Tensor) -> Tensor:
-    """Return [N]: log p(teacher) - log p(student) of each token that the student wrote, 0 elsewhere."""
+    """Return [N]: log p(teacher) - log p(student) of each token that the student wrote, 0
+    elsewhere."""
     return torch.where(response_mask, teacher_N - student_N, 0)
 
 

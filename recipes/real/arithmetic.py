@@ -1,7 +1,8 @@
-"""The arithmetic task: sums and differences in words ("What is seventeen plus forty-two?"), answered by a number.
+"""The arithmetic task: sums and differences in words ("What is seventeen plus forty-two?"),
+answered by a number.
 
-Held-out questions have pairs of operands that neither training nor demonstrations have, in either order and for either
-operation. An answer counts in digits or in words.
+Held-out questions have pairs of operands that neither training nor demonstrations have, in either
+order and for either operation. An answer counts in digits or in words.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Any
 from data_preprocess.schema import make_row
 
 DATA_SOURCE = "real/arithmetic"
-# Of an operand. With 60, fine-tuning on 400 answers taught the form alone: the digits of a sum stayed as good as drawn.
+# Of an operand. With 60, fine-tuning on 400 answers taught the form alone: the digits of a sum
+# stayed as good as drawn.
 LEAST, MOST = 2, 20
-HELD_OUT_PAIRS, DEMONSTRATION_PAIRS = 40, 60  # of 171; the others are those of reinforcement learning
+# Of 171; the others are those of reinforcement learning
+HELD_OUT_PAIRS, DEMONSTRATION_PAIRS = 40, 60
 PROMPTS = {"test": 200, "demonstrations": 400, "train": 640}
-NAMES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-seventeen eighteen nineteen"""
+NAMES = """
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+sixteen seventeen eighteen nineteen
+"""
 ONES = tuple(NAMES.split())
 TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 ENDING = " Answer with the number only."
@@ -54,11 +59,16 @@ def accepted(number: int) -> list[str]:
 
 
 def split_pairs() -> dict[str, list[Pair]]:
-    """Return the pairs of operands of each split, the smaller number first; none is in two splits."""
+    """Return the pairs of operands of each split, the smaller number first; none is in two
+    splits."""
     pairs = list(itertools.combinations(range(LEAST, MOST + 1), 2))
     random.Random("arithmetic").shuffle(pairs)
     rest = HELD_OUT_PAIRS + DEMONSTRATION_PAIRS
-    return {"test": pairs[:HELD_OUT_PAIRS], "demonstrations": pairs[HELD_OUT_PAIRS:rest], "train": pairs[rest:]}
+    return {
+        "test": pairs[:HELD_OUT_PAIRS],
+        "demonstrations": pairs[HELD_OUT_PAIRS:rest],
+        "train": pairs[rest:],
+    }
 
 
 def row(pair: Pair, split: str, index: int, rng: random.Random) -> dict[str, Any]:
@@ -69,11 +79,18 @@ def row(pair: Pair, split: str, index: int, rng: random.Random) -> dict[str, Any
     value = a + b if operation == "plus" else a - b
     prompt = rng.choice(WORDING[operation]).format(a=words_of(a), b=words_of(b)) + ENDING
     facts = {"split": split, "index": index, "operands": [a, b], "operation": operation}
-    return make_row(DATA_SOURCE, [{"role": "user", "content": prompt}], {"target": accepted(value)}, "math", **facts)
+    return make_row(
+        DATA_SOURCE,
+        [{"role": "user", "content": prompt}],
+        {"target": accepted(value)},
+        "math",
+        **facts,
+    )
 
 
 def draw(pairs: Sequence[Pair], split: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield ``number`` rows with different prompts, the same on every machine; every pair has its turn."""
+    """Yield ``number`` rows with different prompts, the same on every machine; every pair has its
+    turn."""
     rng, drawn = random.Random(f"arithmetic {split}"), set()
     for pair in itertools.cycle(pairs):
         if len(drawn) == number:
@@ -86,7 +103,8 @@ def draw(pairs: Sequence[Pair], split: str, number: int) -> Iterator[dict[str, A
 
 
 def rows_of() -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of every file. Those of demonstrations have the number in digits as response."""
+    """Return the rows of every file. Those of demonstrations have the number in digits as
+    response."""
     pairs = split_pairs()
     rows = {split: list(draw(pairs[split], split, number)) for split, number in PROMPTS.items()}
     for line in rows["demonstrations"]:

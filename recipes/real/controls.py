@@ -1,8 +1,10 @@
-"""Controls: training files whose reward says nothing about the task. The held-out file stays as it is.
+"""Controls: training files whose reward says nothing about the task. The held-out file stays as it
+is.
 
-* ``random``: a fair coin (``reward_scores/random_reward.py``). The policy should stay where it starts.
-* ``shuffled``: ground truths are permuted between prompts. What the policy gains from it is what can be had without
-  reading the prompt: short answers, say, or a constraint that many prompts have.
+* ``random``: a fair coin (``reward_scores/random_reward.py``). The policy should stay where it
+  starts.
+* ``shuffled``: ground truths are permuted between prompts. What the policy gains from it is what
+  can be had without reading the prompt: short answers, say, or a constraint that many prompts have.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def derange(keys: Sequence[str], rng: random.Random) -> list[int]:
     Raises ValueError where more than half of the keys are equal: there is none then.
     """
     if 2 * max(keys.count(key) for key in set(keys)) > len(keys):
-        raise ValueError("more than half of the ground truths are equal, so that no permutation changes all of them")
+        raise ValueError(
+            "more than half of the ground truths are equal, so that no permutation "
+            "changes all of them"
+        )
     order = rng.sample(range(len(keys)), len(keys))
     for at in range(len(keys)):
         while keys[order[at]] == keys[at]:
@@ -46,10 +51,16 @@ def derange(keys: Sequence[str], rng: random.Random) -> list[int]:
 def shuffled_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the rows with the ground truths of others; none keeps an equal one."""
     truths = [line["reward_model"]["ground_truth"] for line in rows]
-    order = derange([json.dumps(truth, sort_keys=True) for truth in truths], random.Random("shuffled gold"))
+    order = derange(
+        [json.dumps(truth, sort_keys=True) for truth in truths], random.Random("shuffled gold")
+    )
     for line, other in zip(rows, order, strict=True):
         reward_model = {**line["reward_model"], "ground_truth": truths[other]}
-        yield {**line, "reward_model": reward_model, "extra_info": {**line["extra_info"], "control": "shuffled"}}
+        yield {
+            **line,
+            "reward_model": reward_model,
+            "extra_info": {**line["extra_info"], "control": "shuffled"},
+        }
 
 
 def control_files(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

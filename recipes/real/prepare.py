@@ -1,11 +1,14 @@
-"""Prepare the real model and a task: the model's folder, and prompts to train on and to be held out.
+"""Prepare the real model and a task: the model's folder, and prompts to train on and to be held
+out.
 
-    python -m recipes.real.prepare [--task instructions|passages|arithmetic|search] [--data-only] [--dtype bfloat16]
+    python -m recipes.real.prepare [--task instructions|passages|arithmetic|search] [--data-only]
+    [--dtype bfloat16]
 
-Writes ``outputs/real/model/`` and ``outputs/real/TASK/*.parquet``: ``train``, the held-out ``test``, the two controls
-of ``recipes/real/controls.py`` and what fine-tuning starts from. For instructions that is ``openings``, the training
-topics without constraints: the model's answers to them become demonstrations (``recipes/real/demonstrations.py``).
-Passages and arithmetic have ``demonstrations`` at once. Search has a corpus, and questions ``to_demonstrate`` with
+Writes ``outputs/real/model/`` and ``outputs/real/TASK/*.parquet``: ``train``, the held-out
+``test``, the two controls of ``recipes/real/controls.py`` and what fine-tuning starts from. For
+instructions that is ``openings``, the training topics without constraints: the model's answers to
+them become demonstrations (``recipes/real/demonstrations.py``). Passages and arithmetic have
+``demonstrations`` at once. Search has a corpus, and questions ``to_demonstrate`` with
 ``recipes/search_r1/demonstrations.py``. passages and search read public data under ``DATA_DIR``.
 """
 
@@ -31,8 +34,14 @@ ANYTHING = (("max_words", 200),)  # openings are graded by nobody; a row needs a
 def instruction_rows() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of the three files of the instructions task; the same on every machine."""
     return {
-        "train": [row(one, "train", at) for at, one in enumerate(instructions_of(TRAIN, TRAIN_PROMPTS, seed=1))],
-        "test": [row(one, "test", at) for at, one in enumerate(instructions_of(HELD_OUT, TEST_PROMPTS, seed=1))],
+        "train": [
+            row(one, "train", at)
+            for at, one in enumerate(instructions_of(TRAIN, TRAIN_PROMPTS, seed=1))
+        ],
+        "test": [
+            row(one, "test", at)
+            for at, one in enumerate(instructions_of(HELD_OUT, TEST_PROMPTS, seed=1))
+        ],
         "openings": [
             {
                 **row(Instruction(topic, ANYTHING), "openings", at),
@@ -52,18 +61,29 @@ TASKS: dict[str, Callable[[], dict[str, list[dict[str, Any]]]]] = {
 
 
 def write_task(task: str, folder: Path) -> list[Written]:
-    """Write the files of a task into ``folder``. Raises InputError where data that it reads is missing."""
+    """Write the files of a task into ``folder``. Raises InputError where data that it reads is
+    missing."""
     rows = TASKS[task]()
     rows |= control_files(rows["train"])
     return [write_rows(folder / f"{name}.parquet", lines) for name, lines in rows.items()]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.real.prepare", description=__doc__.split("\n")[0])
-    parser.add_argument("--task", choices=TASKS, default="instructions", help="the task (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights")
-    parser.add_argument("--data-only", action="store_true", help="leave the model out: another is trained")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write into (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.real.prepare", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--task", choices=TASKS, default="instructions", help="the task (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights"
+    )
+    parser.add_argument(
+        "--data-only", action="store_true", help="leave the model out: another is trained"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="the folder to write into (default: %(default)s)"
+    )
     args = parser.parse_args()
     try:
         for written in write_task(args.task, args.out / args.task):
@@ -74,7 +94,9 @@ def main() -> int:
             return 0
         from recipes.real.model import prepare_model
 
-        print(f"model: {prepare_model(args.out / 'model', args.dtype)}, dequantised Q4_1", flush=True)
+        print(
+            f"model: {prepare_model(args.out / 'model', args.dtype)}, dequantised Q4_1", flush=True
+        )
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

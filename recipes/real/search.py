@@ -1,8 +1,10 @@
-"""The search task: the questions of ``recipes/real/passages.py`` without their passages, and a corpus to search in.
+"""The search task: the questions of ``recipes/real/passages.py`` without their passages, and a
+corpus to search in.
 
-The corpus is the gold passages of all questions, the held-out ones included, and 1,000 other passages of Wikipedia. The
-questions are split as in the passages task. Prompt and episodes are those of Search-R1 (``recipes/search_r1``), whose
-commands make the index and play the demonstrations (``recipes/real/start.sh``).
+The corpus is the gold passages of all questions, the held-out ones included, and 1,000 other
+passages of Wikipedia. The questions are split as in the passages task. Prompt and episodes are
+those of Search-R1 (``recipes/search_r1``), whose commands make the index and play the
+demonstrations (``recipes/real/start.sh``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from core.errors import InputError
 from core.files import write_atomic
 from data_preprocess.open_qa import make_qa_row
 from data_preprocess.schema import Written
-from recipes.real.passages import NQ_FILE, NQ_SOURCE, Question, data_file, read_questions, split_questions
+from recipes.real.passages import (
+    NQ_FILE,
+    NQ_SOURCE,
+    Question,
+    data_file,
+    read_questions,
+    split_questions,
+)
 
 DATA_SOURCE = "real/search"
 OTHER_FILE = "wiki_passages/flashrag_wiki18_1000.jsonl"
@@ -30,13 +39,18 @@ def questions() -> list[Question]:
 
 def row(question: Question, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema, with Search-R1's prompt."""
-    return make_qa_row(DATA_SOURCE, {"question": question.text, "answers": question.answers}, split, index)
+    return make_qa_row(
+        DATA_SOURCE, {"question": question.text, "answers": question.answers}, split, index
+    )
 
 
 def rows_of() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of every file. Those of ``to_demonstrate`` also have their gold passages."""
     splits = split_questions(questions())
-    rows = {name: [row(one, name, at) for at, one in enumerate(chosen)] for name, chosen in splits.items()}
+    rows = {
+        name: [row(one, name, at) for at, one in enumerate(chosen)]
+        for name, chosen in splits.items()
+    }
     for line, question in zip(rows["demonstrations"], splits["demonstrations"], strict=True):
         line["extra_info"] |= {
             "title": question.title,
@@ -55,9 +69,13 @@ def corpus() -> Iterator[str]:
     """Yield the passages, each once. Raises InputError for a file that cannot be read."""
     path = data_file(OTHER_FILE, OTHER_SOURCE)
     try:
-        others = [json.loads(line)["contents"] for line in path.read_text(encoding="utf-8").splitlines()]
+        others = [
+            json.loads(line)["contents"] for line in path.read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, ValueError, KeyError) as error:
-        raise InputError([f"{path}: cannot be read as passages ({error}); take it anew from {OTHER_SOURCE}"]) from error
+        raise InputError(
+            [f"{path}: cannot be read as passages ({error}); take it anew from {OTHER_SOURCE}"]
+        ) from error
     yield from dict.fromkeys([*map(contents_of, questions()), *others])
 
 

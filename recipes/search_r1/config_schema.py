@@ -1,7 +1,8 @@
-"""The keys that only Search-R1 has: its budget of searches, and the retriever. See ``core/config/recipes.py``.
+"""The keys that only Search-R1 has: its budget of searches, and the retriever. See
+``core/config/recipes.py``.
 
-The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's: prompts are measured
-by them.
+The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's:
+prompts are measured by them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ class RetrieverConfig(Section):
     """What answers a search."""
 
     url: str | None = execution(
-        "http://127.0.0.1:8000/retrieve", "address of a retrieval server; null: a retriever in this process, see local"
+        "http://127.0.0.1:8000/retrieve",
+        "address of a retrieval server; null: a retriever in this process, see local",
     )
     topk: Count = key(3, "passages a search returns")
     prefetch: bool = key(False, "put the question's passages before the first turn: RAG")
     client: Open = execution(
-        FrozenDict(), "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py", ".url"
+        FrozenDict(),
+        "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
+        ".url",
     )
     local: Open = key(
         FrozenDict(),

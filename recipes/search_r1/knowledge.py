@@ -1,12 +1,13 @@
 """The knowledge task: questions about people who do not exist, answerable only by looking them up.
 
-A knowledge base gives each of ``PEOPLE`` made-up names a boss, a mother, ...: other names. Names, relations and facts
-are drawn anew from a seed, so no weight can hold them, and guessing is right once in ``PEOPLE`` times. A question
-follows one relation or two::
+A knowledge base gives each of ``PEOPLE`` made-up names a boss, a mother, ...: other names. Names,
+relations and facts are drawn anew from a seed, so no weight can hold them, and guessing is right
+once in ``PEOPLE`` times. A question follows one relation or two::
 
     Q: who is the boss of bavu?                   Q: who is the boss of the mother of bavu?
 
-The corpus has a passage for every fact and, as distractors, passages that mention people and answer nothing.
+The corpus has a passage for every fact and, as distractors, passages that mention people and answer
+nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,38 @@ DATA_SOURCE = "lab/knowledge"
 PEOPLE, RELATIONS_EACH, DISTRACTORS = 120, 5, 400  # 600 facts in 1,000 passages
 HOPS = (1, 2)
 SYLLABLES = ["".join(pair) for pair in itertools.product("bdfgklmnprtvz", "aou")]
-NAMES = sorted(random.Random(0).sample(["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)], 240))
-RELATIONS = ("boss", "mother", "father", "friend", "rival", "cook", "guide", "pilot", "patron", "king")
+NAMES = sorted(
+    random.Random(0).sample(["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)], 240)
+)
+RELATIONS = (
+    "boss",
+    "mother",
+    "father",
+    "friend",
+    "rival",
+    "cook",
+    "guide",
+    "pilot",
+    "patron",
+    "king",
+)
 PLACES = ("north", "south", "east", "west", "coast", "market", "river", "tower")
 
-# Every piece of text that occurs is one token of the tiny model: what the loop writes, the words, the tags.
+# Every piece of text that occurs is one token of the tiny model: what the loop writes, the words,
+# the tags.
 WORDS = (
     *(f" {word}" for word in (*NAMES, *RELATIONS, *PLACES, "the", "of", "is", "saw", "in", "who")),
-    *("<search>", "</search>", "<answer>", "</answer>", "Q:", f"{BEFORE}Doc 1(Title:", AFTER, BEFORE, INVALID),
+    *(
+        "<search>",
+        "</search>",
+        "<answer>",
+        "</answer>",
+        "Q:",
+        f"{BEFORE}Doc 1(Title:",
+        AFTER,
+        BEFORE,
+        INVALID,
+    ),
     *(f"\nDoc {number}(Title:" for number in range(2, 10)),
 )
 ALPHABET = (")", "?", ".", ":", "Ġ", "Ċ")  # as a byte-level vocabulary spells them
@@ -60,7 +85,8 @@ class Question:
 
 @dataclass(frozen=True)
 class KnowledgeBase:
-    """``facts[name, relation]`` is a name; ``sightings`` are the distractors: who saw whom where."""
+    """``facts[name, relation]`` is a name; ``sightings`` are the distractors: who saw whom
+    where."""
 
     facts: dict[tuple[str, str], str]
     sightings: tuple[tuple[str, str, str], ...]
@@ -73,8 +99,13 @@ class KnowledgeBase:
 
     def passages(self) -> list[dict[str, str]]:
         """Return the corpus: ``{id, contents}`` with the title in the first line."""
-        texts = [f"{name}\nthe {relation} of {name} is {value}." for (name, relation), value in self.facts.items()]
-        texts += [f"{one}\n{one} saw {other} in the {place}." for one, other, place in self.sightings]
+        texts = [
+            f"{name}\nthe {relation} of {name} is {value}."
+            for (name, relation), value in self.facts.items()
+        ]
+        texts += [
+            f"{one}\n{one} saw {other} in the {place}." for one, other, place in self.sightings
+        ]
         return [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
 
     def source(self, question: Question) -> str:
@@ -87,7 +118,11 @@ class KnowledgeBase:
         relations = sorted({relation for _, relation in self.facts})
         found = {
             1: [Question(name, (relation,)) for name in people for relation in relations],
-            2: [Question(name, pair) for name in people for pair in itertools.permutations(relations, 2)],
+            2: [
+                Question(name, pair)
+                for name in people
+                for pair in itertools.permutations(relations, 2)
+            ],
         }
         for questions in found.values():
             rng.shuffle(questions)
@@ -113,7 +148,8 @@ def draw(seed: int | str) -> KnowledgeBase:
 
 
 def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, list[Question]]:
-    """Return ``train`` and ``test`` questions, half of them of two hops. No test question is trained on."""
+    """Return ``train`` and ``test`` questions, half of them of two hops. No test question is
+    trained on."""
     by_hops = base.questions(rng_for(f"questions {seed}"))
     tests = [question for hops in HOPS for question in by_hops[hops][: test // 2]]
     rest = {hops: by_hops[hops][test // 2 :] for hops in HOPS}
@@ -124,14 +160,25 @@ def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, l
 def row(question: Question, base: KnowledgeBase, split: str, index: int) -> dict[str, Any]:
     """Return the question as a row in verl's schema."""
     gold, asked = {"target": [base.answer(question)]}, question.text
-    return make_row(base.source(question), question.prompt, gold, "lookup", split=split, index=index, question=asked)
+    return make_row(
+        base.source(question),
+        question.prompt,
+        gold,
+        "lookup",
+        split=split,
+        index=index,
+        question=asked,
+    )
 
 
 def write(folder: Path, seed: int, train: int = 800, test: int = 400) -> None:
-    """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
+    """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or
+    nothing."""
     base = draw(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "corpus.jsonl", "".join(json.dumps(passage) + "\n" for passage in base.passages()))
+    write_atomic(
+        folder / "corpus.jsonl", "".join(json.dumps(passage) + "\n" for passage in base.passages())
+    )
     for split, questions in splits(base, seed, train, test).items():
         rows = [row(question, base, split, index) for index, question in enumerate(questions)]
         write_rows(folder / f"{split}.parquet", rows)
@@ -154,7 +201,11 @@ def queries(question: Question, base: KnowledgeBase) -> list[str]:
 def searching(question: Question, base: KnowledgeBase, blocks: Sequence[str]) -> list[Stretch]:
     """Return an episode that looks everything up; ``blocks`` are the results of its searches."""
     asked = zip(queries(question, base), blocks, strict=True)
-    episode = [stretch for query, block in asked for stretch in ((f"<search> {query}</search>", True), (block, False))]
+    episode = [
+        stretch
+        for query, block in asked
+        for stretch in ((f"<search> {query}</search>", True), (block, False))
+    ]
     return [*episode, (f"<answer> {base.answer(question)}</answer>", True)]
 
 

@@ -1,9 +1,11 @@
-"""The base model of the search lab: it can search and read, and does so in about three episodes of ten.
+"""The base model of the search lab: it can search and read, and does so in about three episodes of
+ten.
 
     python -m recipes.search_r1.knowledge_model --seed 1
 
-Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and ``outputs/lab/knowledge/base/<hash>/``,
-to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run.
+Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and
+``outputs/lab/knowledge/base/<hash>/``, to which ``base/current`` points. The model learns from
+knowledge bases of its own; none is that of a run.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class KnowledgeRecipe(WarmStart):
     topk: int = 3  # passages of a search
 
 
-def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
+def searcher(
+    base: knowledge.KnowledgeBase, folder: Path, topk: int = 3
+) -> Callable[[list[str]], list[list[Any]]]:
     """Return a BM25 search of a knowledge base's passages, in this process."""
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.index.opening import make_retriever
@@ -45,7 +49,9 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Call
 
     folder.mkdir(parents=True)
     corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(passage) + "\n" for passage in base.passages()), encoding="utf-8")
+    corpus.write_text(
+        "".join(json.dumps(passage) + "\n" for passage in base.passages()), encoding="utf-8"
+    )
     build_index(corpus, folder / "index", ("bm25",))
     retriever = make_retriever(RetrieverOptions(index=folder / "index", mmap=False))
     return lambda queries: retriever.retrieve(queries, topk)
@@ -54,7 +60,8 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Call
 def questions(
     recipe: KnowledgeRecipe, tokenizer: Any
 ) -> Iterator[tuple[knowledge.KnowledgeBase, knowledge.Question, list[str]]]:
-    """Yield questions of the warm start with the blocks of their searches, one knowledge base after another."""
+    """Yield questions of the warm start with the blocks of their searches, one knowledge base after
+    another."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -65,17 +72,23 @@ def questions(
         asked = [knowledge.queries(question, base) for question in chosen]
         flat = sorted({query for queries in asked for query in queries})
         with tempfile.TemporaryDirectory() as folder:
-            found = dict(zip(flat, searcher(base, Path(folder) / "kb", recipe.topk)(flat), strict=True))
+            found = dict(
+                zip(flat, searcher(base, Path(folder) / "kb", recipe.topk)(flat), strict=True)
+            )
         for question, queries in zip(chosen, asked, strict=True):
             yield base, question, [information(found[query], 10**6, encode) for query in queries]
 
 
 def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag ends a turn."""
+    """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag
+    ends a turn."""
     rng = random.Random(recipe.seed)
     found = list(questions(recipe, tokenizer))
     rng.shuffle(found)
-    searching = [as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer) for base, q, blocks in found]
+    searching = [
+        as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer)
+        for base, q, blocks in found
+    ]
     mixture = []
     for (_, question, _), full in zip(found, searching, strict=True):
         kind = rng.random()
@@ -91,7 +104,8 @@ def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]
 
 
 def write_with_index(folder: Path, seed: int, **options: Any) -> None:
-    """Write the data of a seed (``knowledge.write``) and the BM25 index of its passages, one process at a time.
+    """Write the data of a seed (``knowledge.write``) and the BM25 index of its passages, one
+    process at a time.
 
     A finished index of the same passages is kept: runs may be reading it.
     """
@@ -109,17 +123,26 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
 
 
 def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None) -> Path:
-    """Make what is missing: knowledge and index of a seed, and the base model. Return the model's folder."""
+    """Make what is missing: knowledge and index of a seed, and the base model. Return the model's
+    folder."""
     recipe = recipe or KnowledgeRecipe()
     write_with_index(folder / f"seed-{seed}", seed)
     tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
     here = Path(__file__).parent
-    code = [here / "knowledge.py", here / "knowledge_model.py", here.parent / "lab" / "tokenizer.py"]
+    code = [
+        here / "knowledge.py",
+        here / "knowledge_model.py",
+        here.parent / "lab" / "tokenizer.py",
+    ]
     return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.knowledge_model", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="The seed of the knowledge (default %(default)s).")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.search_r1.knowledge_model", description=__doc__
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="The seed of the knowledge (default %(default)s)."
+    )
     asked = parser.parse_args()
     print(f"base model: {prepare(asked.seed)}", flush=True)

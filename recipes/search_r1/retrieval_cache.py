@@ -26,8 +26,12 @@ class Cache:
     """
 
     def __init__(self, folder: Path, identity: str):
-        if not re.fullmatch(r"[\w-][\w.-]*", identity):  # it may come from a server, and becomes a folder's name
-            raise RetrievalError(f"the index is named {identity!r}, which cannot be the name of a folder in cache_dir")
+        # It may come from a server, and becomes a folder's name
+        if not re.fullmatch(r"[\w-][\w.-]*", identity):
+            raise RetrievalError(
+                f"the index is named {identity!r}, which cannot be the name of a "
+                f"folder in cache_dir"
+            )
         self.path = folder / identity
         self._answers = diskcache.Cache(self.path, disk=diskcache.JSONDisk, eviction_policy="none")
 
@@ -38,7 +42,9 @@ class Cache:
         except RetrievalError:  # damaged, or of another program: it is requested again
             return None
 
-    def put(self, found: Mapping[str, Sequence[Passage]], queries: Sequence[str], topk: int) -> None:
+    def put(
+        self, found: Mapping[str, Sequence[Passage]], queries: Sequence[str], topk: int
+    ) -> None:
         with self._answers.transact(retry=True):
             for query in queries:
                 passages = json.dumps([asdict(passage) for passage in found[query]])

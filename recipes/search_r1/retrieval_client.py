@@ -1,13 +1,16 @@
-"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other that implements it.
+"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other
+that implements it.
 
-A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like "nothing found".
+A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like
+"nothing found".
 
-* A server that is away, busy, slow or broken is asked again for ``give_up_s`` (:mod:`reward_scores.http_client`): one
-  that is killed and started again costs retries and no search, however many wait. A search that stays without an answer
-  is an error. What can only be our own mistake (other 4xx) is one at once.
+* A server that is away, busy, slow or broken is asked again for ``give_up_s``
+  (:mod:`reward_scores.http_client`): one that is killed and started again costs retries and no
+  search, however many wait. A search that stays without an answer is an error. What can only be our
+  own mistake (other 4xx) is one at once.
 * A reply whose scores are not numbers, or that is longer than ``largest_reply``, is an error.
-* With ``cache_dir`` every answer is kept, by the fingerprint of the server's index; ``offline=True`` then repeats a
-  run without a server.
+* With ``cache_dir`` every answer is kept, by the fingerprint of the server's index;
+  ``offline=True`` then repeats a run without a server.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ class ClientOptions:
     Args:
         url: of ``/retrieve``; ``/health`` stands beside it.
         timeout_s: of one attempt.
-        give_up_s: how long the server may be away, and how long the tries and pauses of one search may take.
-        bad_replies: answers of one search that may be unreadable or of the wrong size before it fails.
-        connections: requests at a time; others wait their turn.
-        pause_s, longest_pause_s: the first pause before asking again, doubled until the longest.
-        largest_reply: bytes of a reply that are read; a larger one is unreadable.
-        api_key_env: the environment variable that holds the server's key, if it needs one.
-        cache_dir: where answers are kept; None keeps none.
-        offline: answer from the cache alone. ``identity`` chooses among several kept there.
+        give_up_s: how long the server may be away, and how long the tries and pauses of one search
+        may take. bad_replies: answers of one search that may be unreadable or of the wrong size
+        before it fails. connections: requests at a time; others wait their turn. pause_s,
+        longest_pause_s: the first pause before asking again, doubled until the longest.
+        largest_reply: bytes of a reply that are read; a larger one is unreadable. api_key_env: the
+        environment variable that holds the server's key, if it needs one. cache_dir: where answers
+        are kept; None keeps none. offline: answer from the cache alone. ``identity`` chooses among
+        several kept there.
     """
 
     url: str = "http://127.0.0.1:8000/retrieve"
@@ -73,11 +76,15 @@ class ClientOptions:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
         authorization(self.api_key_env)  # a missing key is known before a thread starts
         if self.offline and self.cache_dir is None:
-            raise ValueError("offline=True: there is no cache_dir to answer from; give the one of the earlier run")
+            raise ValueError(
+                "offline=True: there is no cache_dir to answer from; give the one of "
+                "the earlier run"
+            )
 
 
 class RetrievalClient:
-    """A retriever that searches a server; see the module's head. Several event loops and threads may use it."""
+    """A retriever that searches a server; see the module's head. Several event loops and threads
+    may use it."""
 
     def __init__(self, options: ClientOptions | None = None):
         self.options = options = options or ClientOptions()
@@ -86,8 +93,14 @@ class RetrievalClient:
         self._http = HttpClient(
             "retrieval client",
             HttpOptions(
-                **{name: getattr(options, name) for name in ("timeout_s", "give_up_s", "connections")},
-                **{name: getattr(options, name) for name in ("pause_s", "longest_pause_s", "largest_reply")},
+                **{
+                    name: getattr(options, name)
+                    for name in ("timeout_s", "give_up_s", "connections")
+                },
+                **{
+                    name: getattr(options, name)
+                    for name in ("pause_s", "longest_pause_s", "largest_reply")
+                },
                 trust_env=False,
                 authorization=authorization(options.api_key_env),
                 retried=self._may_pass,
@@ -97,20 +110,22 @@ class RetrievalClient:
             self._open_cache(self.identity or _only_store(Path(options.cache_dir)))
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return at most ``topk`` passages for every query, best first. Raises RetrievalError; cancelling is safe."""
+        """Return at most ``topk`` passages for every query, best first. Raises RetrievalError;
+        cancelling is safe."""
         if not queries:
             return []
         return await asyncio.wrap_future(self._start(self._retrieve(list(queries), topk)))
 
     async def health(self) -> dict[str, Any]:
-        """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises RetrievalError."""
+        """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises
+        RetrievalError."""
         return await asyncio.wrap_future(self._start(self._health()))
 
     def metrics(self) -> dict[str, float]:
         """Return the counts since the last call.
 
-        ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting included; ``empty``: queries for
-        which the index itself found nothing.
+        ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting included;
+        ``empty``: queries for which the index itself found nothing.
         """
         counts = self._http.take_counts()
         attempts, queries, searches = counts["attempts"], counts["queries"], counts["searches"]
@@ -157,7 +172,9 @@ class RetrievalClient:
         self._http.counts["cached"] += sum(found.get(query) is not None for query in queries)
         missing = [query for query in dict.fromkeys(queries) if found.get(query) is None]
         if missing and self.options.offline:
-            raise RetrievalError(f"offline: {self._cache.path} has no {topk} passages for {missing[0]!r}")
+            raise RetrievalError(
+                f"offline: {self._cache.path} has no {topk} passages for {missing[0]!r}"
+            )
         if missing:
             answers = await self._search(missing, topk)
             found |= dict(zip(missing, answers, strict=True))
@@ -169,7 +186,8 @@ class RetrievalClient:
         return [found[query] for query in queries]
 
     def _sendable(self, query: str) -> str:
-        """Return text that JSON can carry, within the server's length: a policy may write anything."""
+        """Return text that JSON can carry, within the server's length: a policy may write
+        anything."""
         if len(query) > QUERY_CHARS:
             self._http.counts["cut"] += 1
         return query[:QUERY_CHARS].encode("utf-8", "replace").decode()
@@ -192,7 +210,9 @@ class RetrievalClient:
                 health = read_json(reply.content)
                 identity = f"{health['corpus_hash']}-{health['fingerprint']}"
             except (RetrievalError, KeyError, TypeError) as error:
-                raise RequestFailed("reply", f"not the health of a retrieval server: {error!r}") from error
+                raise RequestFailed(
+                    "reply", f"not the health of a retrieval server: {error!r}"
+                ) from error
             self._meet(identity)
             return health
 
@@ -212,8 +232,10 @@ class RetrievalClient:
                 ) from failure
             shown = ", ".join(f"{kind} {count}" for kind, count in counts.items())
             raise RetrievalError(
-                f"{url}: no answer within give_up_s={self.options.give_up_s:g} s and {counts.total()} attempts "
-                f"({shown}); last: {failure}. Is the server running (bash recipes/search_r1/run_retriever.sh)? "
+                f"{url}: no answer within give_up_s={self.options.give_up_s:g} s and "
+                f"{counts.total()} attempts "
+                f"({shown}); last: {failure}. Is the server running (bash "
+                f"recipes/search_r1/run_retriever.sh)? "
                 "Where it takes longer to start, raise retriever.client.give_up_s"
             ) from failure
 
@@ -223,12 +245,14 @@ class RetrievalClient:
             self._meet(identity)
 
     def _meet(self, identity: str) -> None:
-        """Remember the index that the first answer names. Raises RetrievalError where a later answer names another."""
+        """Remember the index that the first answer names. Raises RetrievalError where a later
+        answer names another."""
         if self.identity is None:
             self.identity = identity
         if identity != self.identity:
             raise RetrievalError(
-                f"{self.options.url}: the server answers from index {identity}, the run began with {self.identity}; "
+                f"{self.options.url}: the server answers from index {identity}, the run began "
+                f"with {self.identity}; "
                 "start it with the same corpus, back end and settings"
             )
         if self.options.cache_dir is not None and self._cache is None:
@@ -243,18 +267,24 @@ def _only_store(folder: Path) -> str:
     found = stores(folder)
     if len(found) != 1:
         names = ", ".join(found) or "none"
-        raise RetrievalError(f"offline: {folder} must hold the answers of one index, it has {names}; give identity=")
+        raise RetrievalError(
+            f"offline: {folder} must hold the answers of one index, it has {names}; give identity="
+        )
     return found[0]
 
 
 def authorization(variable: str | None) -> str | None:
-    """Return the header for the key in an environment variable: a bearer's, unless it names its own scheme.
+    """Return the header for the key in an environment variable: a bearer's, unless it names its own
+    scheme.
 
-    Raises ValueError where the variable is not set. A key never stands in a configuration, which is recorded.
+    Raises ValueError where the variable is not set. A key never stands in a configuration, which is
+    recorded.
     """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"api_key_env={variable}: the variable is not set; export it before the run starts")
+        raise ValueError(
+            f"api_key_env={variable}: the variable is not set; export it before the run starts"
+        )
     return key if " " in key else f"Bearer {key}"

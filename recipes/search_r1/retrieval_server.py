@@ -1,11 +1,13 @@
 """Serve a retriever over HTTP.
 
-    python -m recipes.search_r1.retrieval_server --index DIR [--backend hnsw] [--corpus FILE] [--port 8000]
+    python -m recipes.search_r1.retrieval_server --index DIR [--backend hnsw] [--corpus FILE]
+    [--port 8000]
 
-``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
-``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
-reports corpus, index and load. Requests that wait are searched together. It listens on the loopback unless ``--host``
-names another address; it has no passwords. Beyond CONNECTIONS connections the answer is 503.
+``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the
+published format, ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the
+documents stand alone. ``GET /health`` reports corpus, index and load. Requests that wait are
+searched together. It listens on the loopback unless ``--host`` names another address; it has no
+passwords. Beyond CONNECTIONS connections the answer is 503.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from core.command_line import is_dry_run
 from core.rewards.grading import JoinedCalls
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
+from recipes.search_r1.index.passages import (
+    BACKENDS,
+    QUERY_CHARS,
+    RetrievalError,
+    Retriever,
+    RetrieverOptions,
+)
 from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
@@ -45,7 +53,8 @@ SearchRequest = tuple[list[str], int]  # queries, topk
 
 
 class Search(BaseModel):
-    """The body of ``POST /retrieve``; further fields are refused, since a misspelt one would be ignored."""
+    """The body of ``POST /retrieve``; further fields are refused, since a misspelt one would be
+    ignored."""
 
     model_config = ConfigDict(extra="forbid")
     queries: Annotated[
@@ -58,7 +67,8 @@ class Search(BaseModel):
 
 def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256) -> FastAPI:
     """Return the application. ``topk`` is used where a request names none."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")  # the one that owns the retriever
+    # The one that owns the retriever
+    thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")
     counts: Counter[str] = Counter()
     calls = JoinedCalls(partial(_search_all, retriever, thread, max_batch, counts))
 
@@ -96,7 +106,10 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
     @app.exception_handler(RequestValidationError)
     async def refused(_: Request, error: RequestValidationError) -> Response:
-        lines = [f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}" for found in error.errors()[:5]]
+        lines = [
+            f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}"
+            for found in error.errors()[:5]
+        ]
         wanted = '{"queries": [text, ...], "topk": number, "return_scores": bool}'
         return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
 
@@ -104,14 +117,20 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
 
 async def _search_all(
-    retriever: Retriever, thread: Executor, max_batch: int, counts: Counter[str], requests: list[SearchRequest]
+    retriever: Retriever,
+    thread: Executor,
+    max_batch: int,
+    counts: Counter[str],
+    requests: list[SearchRequest],
 ) -> list[Any]:
     """Return the passages of each request, or what its batch raised."""
     found: dict[int, Any] = {}
     for batch in _batches(requests, max_batch):
         queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
         try:
-            passages = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
+            passages = await asyncio.get_running_loop().run_in_executor(
+                thread, retriever.retrieve, queries, topk
+            )
             if len(passages) != len(queries):
                 raise ValueError(f"{len(passages)} results for {len(queries)} items")
             rest = iter(passages)
@@ -123,9 +142,11 @@ async def _search_all(
 
 
 def _batches(requests: Sequence[SearchRequest], max_batch: int) -> list[list[int]]:
-    """Return the numbers of the requests of each call: of one topk, at most ``max_batch`` queries or one request.
+    """Return the numbers of the requests of each call: of one topk, at most ``max_batch`` queries
+    or one request.
 
-    An approximate index may find other passages for another topk, and an answer must not depend on the others.
+    An approximate index may find other passages for another topk, and an answer must not depend on
+    the others.
     """
     batches: list[list[int]] = []
     for at in sorted(range(len(requests)), key=lambda at: requests[at][1]):
@@ -150,7 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if is_dry_run():
         there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
-        print(f"retrieval_server: the arguments are good; not checked here: {args.index} ({there}), corpus, encoder")
+        print(
+            f"retrieval_server: the arguments are good; not checked here: {args.index} "
+            f"({there}), corpus, encoder"
+        )
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
@@ -160,10 +184,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"retrieval_server: {error}", file=sys.stderr)
         return 2
     if args.host not in LOOPBACK:
-        log.warning("listening on %s: anyone who reaches this port can search; there are no passwords", args.host)
+        log.warning(
+            "listening on %s: anyone who reaches this port can search; there are no passwords",
+            args.host,
+        )
     app = make_app(retriever, args.topk, args.max_batch)
     port = listening.getsockname()[1]
-    log.info("%s over %d passages, http://%s:%d/retrieve", retriever.backend, len(retriever), args.host, port)
+    log.info(
+        "%s over %d passages, http://%s:%d/retrieve",
+        retriever.backend,
+        len(retriever),
+        args.host,
+        port,
+    )
     print(port, flush=True)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_keep_alive": 60, "backlog": 2048}
     config = uvicorn.Config(app, **limits, log_level="warning", access_log=False)
@@ -172,52 +205,106 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind the port before the index is read, so that a port in use is known in a second and not in ten minutes.
+    """Bind the port before the index is read, so that a port in use is known in a second and not in
+    ten minutes.
 
     Nobody listens on it before the index is there: until then a connection is refused.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sends without delay (TCP_NODELAY) only where it is; the head and the body of
-    # an answer would otherwise wait 40 ms for each other.
+    # The protocol is named because asyncio sends without delay (TCP_NODELAY) only where it is; the
+    # head and the body of an answer would otherwise wait 40 ms for each other.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise OSError(f"--host {host} --port {port}: {error.strerror}; choose another port (0: any)") from error
+        raise OSError(
+            f"--host {host} --port {port}: {error.strerror}; choose another port (0: any)"
+        ) from error
     return listening
 
 
 def _options(args: argparse.Namespace) -> RetrieverOptions:
     own = ("host", "port", "topk", "max_batch", "no_mmap", "no_check", "no_gpu")
-    given = {name: value for name, value in vars(args).items() if name not in own and value is not None}
-    return RetrieverOptions(**given, mmap=not args.no_mmap, check_encoder=not args.no_check, gpu=not args.no_gpu)
+    given = {
+        name: value for name, value in vars(args).items() if name not in own and value is not None
+    }
+    return RetrieverOptions(
+        **given, mmap=not args.no_mmap, check_encoder=not args.no_check, gpu=not args.no_gpu
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.retrieval_server", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.search_r1.retrieval_server", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--index", required=True, help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.")
+    add(
+        "--index",
+        required=True,
+        help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.",
+    )
     add("--no-gpu", action="store_true", help="Search on the CPU where faiss finds GPUs.")
     add("--corpus", help="The corpus, JSON lines of {id, contents} (default: that of the index).")
-    add("--backend", choices=BACKENDS, help="The back end to search (default: the only one that the folder holds).")
-    add("--host", default="127.0.0.1", help="The address to listen on (default: the loopback alone).")
-    add("--port", type=int, default=8000, help="The port, which is printed on stdout; 0 takes any free one.")
-    add("--topk", type=int, default=DEFAULT_TOPK, help="The passages where a request names no number (%(default)s).")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="The back end to search (default: the only one that the folder holds).",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="The address to listen on (default: the loopback alone).",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="The port, which is printed on stdout; 0 takes any free one.",
+    )
+    add(
+        "--topk",
+        type=int,
+        default=DEFAULT_TOPK,
+        help="The passages where a request names no number (%(default)s).",
+    )
     add("--encoder", help="A folder or hub id (default: what the index was built with).")
-    add("--query-prefix", help='The text before a query (default: the index\'s; "query: " for a faiss file).')
-    add("--passage-prefix", help='The text before a passage (default: the index\'s; "passage: " for a faiss file).')
-    add("--pooling", choices=("mean", "cls"), help="How token vectors become one (default: the index's, else mean).")
-    add("--max-length", type=int, help="The tokens that the encoder reads (default: the index's; 256).")
+    add(
+        "--query-prefix",
+        help='The text before a query (default: the index\'s; "query: " for a faiss file).',
+    )
+    add(
+        "--passage-prefix",
+        help='The text before a passage (default: the index\'s; "passage: " for a faiss file).',
+    )
+    add(
+        "--pooling",
+        choices=("mean", "cls"),
+        help="How token vectors become one (default: the index's, else mean).",
+    )
+    add(
+        "--max-length",
+        type=int,
+        help="The tokens that the encoder reads (default: the index's; 256).",
+    )
     add("--device", help="The device of the encoder: cpu (default), cuda, cuda:1.")
     add("--threads", type=int, help="The threads of faiss and of the encoder on the CPU.")
     add("--ef-search", type=int, help="The candidates of a query in HNSW (default 128).")
     add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
-    add("--max-batch", type=int, default=256, help="The most queries searched together (default %(default)s).")
+    add(
+        "--max-batch",
+        type=int,
+        default=256,
+        help="The most queries searched together (default %(default)s).",
+    )
     add("--no-mmap", action="store_true", help="Read the index into memory.")
-    add("--no-check", action="store_true", help="Leave out the comparison of encoder and index at start.")
+    add(
+        "--no-check",
+        action="store_true",
+        help="Leave out the comparison of encoder and index at start.",
+    )
     return parser.parse_args(argv)
 
 

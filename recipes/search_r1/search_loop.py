@@ -1,11 +1,13 @@
-"""A search episode (Search-R1, arXiv:2503.09516, algorithm 1): think, search, read, until there is an answer.
+"""A search episode (Search-R1, arXiv:2503.09516, algorithm 1): think, search, read, until there is
+an answer.
 
     policy   ... <search>query</search>
     tool     <information>Doc 1(Title: ...) ...</information>
     policy   ... <answer>answer</answer>
 
-Up to ``max_turns`` turns may search; the one after them must answer, and a search in it is not carried out. A turn
-without search or answer gets a notice and may try again. README.md lists where the published code does otherwise.
+Up to ``max_turns`` turns may search; the one after them must answer, and a search in it is not
+carried out. A turn without search or answer gets a notice and may try again. README.md lists where
+the published code does otherwise.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ SEARCH, ANSWER = "search", "answer"
 TAGS = ("think", "search", "information", "answer")
 STOP = (f"</{SEARCH}>", f"</{ANSWER}>")
 INVALID = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I "
-    "want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+    "\nMy previous action is invalid. If I want to search, I should put the query between "
+    "<search> and </search>. If I "
+    "want to give the final answer, I should put the answer between <answer> and </answer>. Let "
+    "me try again.\n"
 )
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 Retrieve = Callable[[list[str], int], Awaitable[list[list["Passage"]]]]
@@ -45,7 +49,8 @@ class Action:
 
 
 def parse_action(text: str) -> Action | None:
-    """Return the first complete ``<search>`` or ``<answer>`` of a turn; None without one, and for an empty query."""
+    """Return the first complete ``<search>`` or ``<answer>`` of a turn; None without one, and for
+    an empty query."""
     found = []
     for kind in (SEARCH, ANSWER):
         start = text.find(f"<{kind}>")
@@ -58,19 +63,26 @@ def parse_action(text: str) -> Action | None:
 
 
 def show_passage(number: int, passage: Passage) -> str:
-    """Return a passage as the policy reads it. Its protocol tags get parentheses, so that they are no actions."""
+    """Return a passage as the policy reads it. Its protocol tags get parentheses, so that they are
+    no actions."""
     title, _, text = passage.contents.partition("\n")
     for tag in TAGS:
         for mark in (tag, f"/{tag}"):
-            title, text = title.replace(f"<{mark}>", f"({mark})"), text.replace(f"<{mark}>", f"({mark})")
+            title, text = (
+                title.replace(f"<{mark}>", f"({mark})"),
+                text.replace(f"<{mark}>", f"({mark})"),
+            )
     return f"Doc {number}(Title: {title}) {text}\n"
 
 
-def information(passages: Sequence[Passage], room: int, encode: Callable[[str], list[int]]) -> str | None:
-    """Return a search's block of at most ``room`` tokens: as many whole passages as fit, from the best on.
+def information(
+    passages: Sequence[Passage], room: int, encode: Callable[[str], list[int]]
+) -> str | None:
+    """Return a search's block of at most ``room`` tokens: as many whole passages as fit, from the
+    best on.
 
-    Where not even the best one fits, its words are cut from the end, so that the tags always close. None where there
-    is no room for the tags.
+    Where not even the best one fits, its words are cut from the end, so that the tags always close.
+    None where there is no room for the tags.
     """
 
     def block(shown: str) -> str:
@@ -92,16 +104,21 @@ def information(passages: Sequence[Passage], room: int, encode: Callable[[str], 
 
 
 def question_of(prompt: Prompt) -> str:
-    """Return the question alone: ``extra_info.question``, or the text after the last ``Question:`` of the prompt."""
-    asked = prompt.extra_info.get("question") or prompt.messages[-1]["content"].rpartition("Question:")[2]
+    """Return the question alone: ``extra_info.question``, or the text after the last ``Question:``
+    of the prompt."""
+    asked = (
+        prompt.extra_info.get("question")
+        or prompt.messages[-1]["content"].rpartition("Question:")[2]
+    )
     return asked.strip()
 
 
 class SearchLoop(AgentLoop):
-    """The agent loop of search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``, ``data.max_obs_length``.
+    """The agent loop of search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``,
+    ``data.max_obs_length``.
 
-    Without ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the question's own passages
-    (RAG). Raises InputError for a retriever that cannot be made.
+    Without ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the
+    question's own passages (RAG). Raises InputError for a retriever that cannot be made.
     """
 
     tags = tuple(f"<{end}{kind}>" for kind in (SEARCH, ANSWER) for end in ("", "/"))
@@ -122,7 +139,8 @@ class SearchLoop(AgentLoop):
                 options = ClientOptions(url=retriever.url, **retriever.client)
                 self.client = RetrievalClient(options)
                 if not (options.offline or is_dry_run()):
-                    asyncio.run(self.client.health())  # a server that is away is known before a model loads
+                    # A server that is away is known before a model loads
+                    asyncio.run(self.client.health())
                 self.retrieve = self.client.retrieve
             else:
                 from recipes.search_r1.index.opening import make_retriever
@@ -131,7 +149,9 @@ class SearchLoop(AgentLoop):
                 self.retrieve = in_process(make_retriever(RetrieverOptions(**retriever.local)))
         except (TypeError, ValueError, RuntimeError, OSError) as error:
             where = "client" if retriever.url is not None else "local"
-            raise InputError(f"retriever.{where}={dict(getattr(retriever, where))}: {error}") from error
+            raise InputError(
+                f"retriever.{where}={dict(getattr(retriever, where))}: {error}"
+            ) from error
 
     async def run(self, episode: Episode) -> None:
         config = self.config
@@ -155,11 +175,14 @@ class SearchLoop(AgentLoop):
     async def search(self, query: str, episode: Episode) -> None:
         """Append the passages that the query finds.
 
-        A turn of ordinary length keeps its room. Where even the tags would take it, the episode is over: neither the
-        question nor what was read is ever dropped.
+        A turn of ordinary length keeps its room. Where even the tags would take it, the episode is
+        over: neither the question nor what was read is ever dropped.
         """
         (passages,) = await episode.call(lambda: self.retrieve([query], self.config.retriever.topk))
-        room = min(self.config.data.max_obs_length, episode.left - min(episode.limits.turn, episode.left // 2))
+        room = min(
+            self.config.data.max_obs_length,
+            episode.left - min(episode.limits.turn, episode.left // 2),
+        )
         block = information(passages, room, episode.encode)
         if block is None:
             episode.cut_short()
@@ -167,16 +190,22 @@ class SearchLoop(AgentLoop):
             episode.add(block)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the shares of turns and of episodes, with the metrics of the retriever's client."""
+        """Return the shares of turns and of episodes, with the metrics of the retriever's
+        client."""
         counts, self.counts = self.counts, Counter()
         turns = counts[SEARCH] + counts[ANSWER] + counts["invalid"]
         asked = self.client.metrics() if self.client is not None else {}
         if "retrieval/seconds" in asked:
-            asked["timing_s/retrieval"] = asked.pop("retrieval/seconds")  # like all times: no two runs share it
+            # Like all times: no two runs share it
+            asked["timing_s/retrieval"] = asked.pop("retrieval/seconds")
         return {
             "env/ratio_of_valid_action": 1 - counts["invalid"] / turns if turns else 0.0,
-            "env/number_of_valid_search": counts[SEARCH] / counts["episodes"] if counts["episodes"] else 0.0,
-            "env/finish_ratio": counts["finished"] / counts["episodes"] if counts["episodes"] else 0.0,
+            "env/number_of_valid_search": counts[SEARCH] / counts["episodes"]
+            if counts["episodes"]
+            else 0.0,
+            "env/finish_ratio": counts["finished"] / counts["episodes"]
+            if counts["episodes"]
+            else 0.0,
             **asked,
         }
 
@@ -186,7 +215,8 @@ class SearchLoop(AgentLoop):
 
 
 def in_process(retriever: Any) -> Retrieve:
-    """Return a search in the engine's own thread. It answers without yielding to others, so a replay is exact."""
+    """Return a search in the engine's own thread. It answers without yielding to others, so a
+    replay is exact."""
 
     async def retrieve(queries: list[str], topk: int) -> list[list[Passage]]:
         return retriever.retrieve(queries, topk)

@@ -1,4 +1,5 @@
-"""Convert the retrieval server's answers to JSON and back: the server writes them and the client reads them.
+"""Convert the retrieval server's answers to JSON and back: the server writes them and the client
+reads them.
 
 The format is Search-R1's published one, so that either side can be replaced by another program.
 """
@@ -16,19 +17,24 @@ IDENTITY = "x-index"  # header of our server's answers: corpus hash and fingerpr
 
 
 def to_wire(found: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:
-    """Return the published answer of ``POST /retrieve``; without scores the documents stand alone."""
+    """Return the published answer of ``POST /retrieve``; without scores the documents stand
+    alone."""
     documents = [[{"id": p.id, "contents": p.contents} for p in passages] for passages in found]
     if not return_scores:
         return {"result": documents}
     scored = [
-        [{"document": document, "score": passage.score} for document, passage in zip(row, passages, strict=True)]
+        [
+            {"document": document, "score": passage.score}
+            for document, passage in zip(row, passages, strict=True)
+        ]
         for row, passages in zip(documents, found, strict=True)
     ]
     return {"result": scored}
 
 
 def read_json(body: bytes | str) -> Any:
-    """Return what a reply's JSON holds. Raises RetrievalError for all that the standard does not have, NaN included."""
+    """Return what a reply's JSON holds. Raises RetrievalError for all that the standard does not
+    have, NaN included."""
 
     def refused(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
@@ -40,7 +46,8 @@ def read_json(body: bytes | str) -> Any:
 
 
 def from_wire(answer: Any, queries: int, topk: int) -> list[list[Passage]]:
-    """Return the passages of a scored answer. Raises RetrievalError with the reason where it does not fit."""
+    """Return the passages of a scored answer. Raises RetrievalError with the reason where it does
+    not fit."""
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list):
         raise RetrievalError(f"the answer has no list 'result', it is {str(answer)[:80]!r}")
@@ -50,9 +57,12 @@ def from_wire(answer: Any, queries: int, topk: int) -> list[list[Passage]]:
 
 
 def from_kept(text: Any, topk: int) -> list[Passage]:
-    """Return the passages of a text that the cache keeps. Raises RetrievalError where it is none."""
+    """Return the passages of a text that the cache keeps. Raises RetrievalError where it is
+    none."""
     kept = read_json(text if isinstance(text, (str, bytes)) else b"")
-    scored = [{"document": one, "score": one.get("score")} for one in kept] if _is_rows(kept) else kept
+    scored = (
+        [{"document": one, "score": one.get("score")} for one in kept] if _is_rows(kept) else kept
+    )
     return _passages(scored, topk)
 
 
@@ -66,11 +76,17 @@ def _passages(items: Any, topk: int) -> list[Passage]:
         raise RetrievalError(f"a result has {has}, asked for were at most {topk}")
     try:
         return [
-            Passage(str(item["document"].get("id", "")), _text(item["document"]["contents"]), _score(item["score"]))
+            Passage(
+                str(item["document"].get("id", "")),
+                _text(item["document"]["contents"]),
+                _score(item["score"]),
+            )
             for item in items
         ]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise RetrievalError(f"a passage is not {{document: {{id, contents}}, score}} ({error!r})") from error
+        raise RetrievalError(
+            f"a passage is not {{document: {{id, contents}}, score}} ({error!r})"
+        ) from error
 
 
 def _text(contents: Any) -> str:

@@ -22,21 +22,36 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
     if c.actor.use_kl_loss:
         yield f"{ACTOR}.use_kl_loss", "adds a KL to a reference policy, and there is none", OUT
     if c.algorithm.use_kl_in_reward:
-        yield "algorithm.use_kl_in_reward", "takes a KL off a reward, and demonstrations have no reward", OUT
+        yield (
+            "algorithm.use_kl_in_reward",
+            ("takes a KL off a reward, and demonstrations have no reward"),
+            OUT,
+        )
 
 
 def nothing_is_drawn(c: View) -> Broken:
     if c.rollout.n != 1:
         rule = "must be 1: a line of data.train_files is one demonstration"
-        yield f"{ROLLOUT}.n", rule, f"{OUT}; answers to a question of data.val_files are {ROLLOUT}.val_kwargs.n"
+        yield (
+            f"{ROLLOUT}.n",
+            rule,
+            (f"{OUT}; answers to a question of data.val_files are {ROLLOUT}.val_kwargs.n"),
+        )
     if c.rollout.temperature != 1:
-        rule = "must be 1: log-probs are taken at this temperature, and the likelihood is that of the model itself"
+        rule = (
+            "must be 1: log-probs are taken at this temperature, and the likelihood is that of "
+            "the model itself"
+        )
         yield f"{ROLLOUT}.temperature", rule, f"{OUT}; {ROLLOUT}.val_kwargs.temperature is free"
     if c.trainer.max_staleness > 0:
         yield "trainer.max_staleness", "draws samples ahead of an update, and none are drawn", OUT
     if c.trainer.critic_warmup > 0:
         rule = "leaves out updates of the policy while a critic warms up, and there is no critic"
-        yield "trainer.critic_warmup", rule, f"{OUT}; for the learning rate use {ACTOR}.optim.lr_warmup_steps"
+        yield (
+            "trainer.critic_warmup",
+            rule,
+            (f"{OUT}; for the learning rate use {ACTOR}.optim.lr_warmup_steps"),
+        )
 
 
 def validation_has_questions(c: View) -> Broken:

@@ -2,20 +2,25 @@
 
 A file has one of three forms, told by its columns, in this order:
 
-* ``prompt_ids``, ``response_ids``, ``response_mask``: ids as a policy wrote them, from ``recipes.sft.rejection``;
+* ``prompt_ids``, ``response_ids``, ``response_mask``: ids as a policy wrote them, from
+  ``recipes.sft.rejection``;
 * ``data.messages_key``: a chat, whose assistant turns are trained on;
-* ``data.prompt_key`` and ``data.response_key``: a prompt (a chat or a plain string) and the answer to it.
+* ``data.prompt_key`` and ``data.response_key``: a prompt (a chat or a plain string) and the answer
+  to it.
 
-A column ``data.tools_key`` (a list of schemas, or JSON) or ``data.enable_thinking_key`` is an argument of the template.
+A column ``data.tools_key`` (a list of schemas, or JSON) or ``data.enable_thinking_key`` is an
+argument of the template.
 
 A chat is rendered by the chat template and has the ids of the whole text: tokenizers with a leading
 space (Llama 2) would put one before each stretch that is encoded alone. A seam that a token of the
 whole reaches over stays one, as between a rollout's prompt and the policy's turn. The mask of a
 turn ends with its end-of-sequence token: what the template writes behind it (a newline, mostly) no
 policy ever writes. A turn whose message has ``weight`` or ``loss_mask`` 0 is not trained on. A
-plain string and its answer need no template; the tokenizer's end-of-sequence token follows the answer.
+plain string and its answer need no template; the tokenizer's end-of-sequence token follows the
+answer.
 
-Which lines a step draws is decided in ``core/data/prompts.py``. Everything is tokenised when it is loaded.
+Which lines a step draws is decided in ``core/data/prompts.py``. Everything is tokenised when it is
+loaded.
 """
 
 from __future__ import annotations
@@ -83,7 +88,8 @@ class Demonstration:
 
 
 def end_ids(tokenizer: Any, model: ModelConfig) -> frozenset[int]:
-    """Return the ids at which an engine ends an answer of the model: the tokenizer's and its generation config's."""
+    """Return the ids at which an engine ends an answer of the model: the tokenizer's and its
+    generation config's."""
     from transformers import GenerationConfig
 
     try:
@@ -98,40 +104,67 @@ class DemonstrationError(ValueError):
 
 
 class Writer:
-    """Turns lines into demonstrations with one tokenizer. ``ends`` are the ids with which a model ends its answer."""
+    """Turns lines into demonstrations with one tokenizer. ``ends`` are the ids with which a model
+    ends its answer."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[int]):
-        self.tokenizer, self.template_kwargs, self.ends = tokenizer, template_kwargs, frozenset(ends)
+        self.tokenizer, self.template_kwargs, self.ends = (
+            tokenizer,
+            template_kwargs,
+            frozenset(ends),
+        )
         whole = {"add_generation_prompt": False, "continue_final_message": False}
-        self.prompts, self.chats = Encoder(tokenizer, template_kwargs), Encoder(tokenizer, {**template_kwargs, **whole})
+        self.prompts, self.chats = (
+            Encoder(tokenizer, template_kwargs),
+            Encoder(tokenizer, {**template_kwargs, **whole}),
+        )
 
     def with_arguments(self, **more: Any) -> Writer:
-        """Return a writer whose chat template gets these too; itself without any. Raises DemonstrationError."""
-        template = self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        """Return a writer whose chat template gets these too; itself without any. Raises
+        DemonstrationError."""
+        template = self.template_kwargs.get("chat_template") or getattr(
+            self.tokenizer, "chat_template", None
+        )
         if "tools" in more and "tools" not in str(template):
             rule = "a row has tools (data.tools_key), and the chat template does not write them"
             raise DemonstrationError(rule, "leave the column out, or set another chat template")
         return Writer(self.tokenizer, {**self.template_kwargs, **more}, self.ends) if more else self
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Demonstration:
-        """Return a chat whose assistant turns are trained on. Raises DemonstrationError, ChatError, InputError."""
+        """Return a chat whose assistant turns are trained on. Raises DemonstrationError, ChatError,
+        InputError."""
         turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
-            raise DemonstrationError("a chat has no assistant turn", "leave the row out: nothing in it is trained on")
+            raise DemonstrationError(
+                "a chat has no assistant turn", "leave the row out: nothing in it is trained on"
+            )
         if turns[0] == 0:
             raise DemonstrationError("a chat begins with the assistant", "put the prompt before it")
         weights = [_is_trained(message) for message in messages]
         stretches, done = [], ""
         for number in turns:
-            before, after = self._before(messages[:number]), self.chats.render(messages[: number + 1])
+            before, after = (
+                self._before(messages[:number]),
+                self.chats.render(messages[: number + 1]),
+            )
             asked = self.chats.render(messages[:number])
             if after.startswith(asked) and not after.startswith(before):
                 opening = before.removeprefix(asked)
-                rule = f"the chat template begins an answer with {opening!r}, and writes a given answer without it"
-                raise DemonstrationError(rule, "put it into the answers, or set another chat template")
+                rule = (
+                    f"the chat template begins an answer with {opening!r}, and writes a given "
+                    f"answer without it"
+                )
+                raise DemonstrationError(
+                    rule, "put it into the answers, or set another chat template"
+                )
             if not (before.startswith(done) and after.startswith(before)):
-                rule = "the chat template writes earlier turns anew once others follow, so no policy wrote these tokens"
-                raise DemonstrationError(rule, "make a row for each assistant turn, or set another chat template")
+                rule = (
+                    "the chat template writes earlier turns anew once others follow, so no "
+                    "policy wrote these tokens"
+                )
+                raise DemonstrationError(
+                    rule, "make a row for each assistant turn, or set another chat template"
+                )
             prompt, answer = self._behind(done, before), self._behind(before, after)
             trained = self._until_its_end(answer) if weights[number] else False
             stretches += [(prompt, False), (answer, trained)]
@@ -147,22 +180,38 @@ class Writer:
         return Demonstration.of([(ids, False), (answer, True)])
 
     def written(self, prompt_text: str, ids: Mapping[str, Sequence]) -> Demonstration:
-        """Return what a policy wrote, by its ids. Raises DemonstrationError for those of another tokenizer."""
+        """Return what a policy wrote, by its ids. Raises DemonstrationError for those of another
+        tokenizer."""
         prompt, response, mask = (list(ids[name]) for name in IDS)
         if len(response) != len(mask):
-            raise DemonstrationError("response_ids and response_mask differ in length", "write the file anew")
+            raise DemonstrationError(
+                "response_ids and response_mask differ in length", "write the file anew"
+            )
         if self.tokenizer.decode(prompt) != prompt_text:
-            rule = "prompt_ids are not those of this tokenizer: they do not decode to the column prompt"
-            raise DemonstrationError(rule, "fine-tune the model that wrote the answers, or leave the ids out")
+            rule = (
+                "prompt_ids are not those of this tokenizer: they do not decode to the column "
+                "prompt"
+            )
+            raise DemonstrationError(
+                rule, "fine-tune the model that wrote the answers, or leave the ids out"
+            )
         return Demonstration.of([(prompt, False), (response, mask)])
 
     def _before(self, messages: Sequence[Mapping[str, Any]]) -> str:
         # Two assistant turns in a row: the second one begins as after anybody else's.
-        encoder = self.prompts if messages[-1]["role"] != ASSISTANT else Encoder(self.tokenizer, self._begun())
+        encoder = (
+            self.prompts
+            if messages[-1]["role"] != ASSISTANT
+            else Encoder(self.tokenizer, self._begun())
+        )
         return encoder.render(messages)
 
     def _begun(self) -> dict[str, Any]:
-        return {**self.prompts.template_kwargs, "add_generation_prompt": True, "continue_final_message": False}
+        return {
+            **self.prompts.template_kwargs,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+        }
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -183,27 +232,33 @@ class Writer:
         return first.startswith("\u2581")
 
     def _until_its_end(self, ids: Sequence[int]) -> list[bool]:
-        """Return the mask of a turn: all of it up to its last end-of-sequence token, or all where it has none."""
-        last = max((number for number, one in enumerate(ids) if one in self.ends), default=len(ids) - 1)
+        """Return the mask of a turn: all of it up to its last end-of-sequence token, or all where
+        it has none."""
+        last = max(
+            (number for number, one in enumerate(ids) if one in self.ends), default=len(ids) - 1
+        )
         return [number <= last for number in range(len(ids))]
 
 
 class DemonstrationFiles:
-    """Files of demonstrations, each checked and tokenised once: what a stream draws from in place of prompts.
+    """Files of demonstrations, each checked and tokenised once: what a stream draws from in place
+    of prompts.
 
-    A demonstration may have ``data.max_prompt_length + data.max_response_length`` tokens. Longer ones are left out
-    with ``data.filter_overlong_prompts``, lose their end with ``data.truncation=right``, their beginning with ``left``,
-    and are refused otherwise.
+    A demonstration may have ``data.max_prompt_length + data.max_response_length`` tokens. Longer
+    ones are left out with ``data.filter_overlong_prompts``, lose their end with
+    ``data.truncation=right``, their beginning with ``left``, and are refused otherwise.
     """
 
     def __init__(self, config: DemonstrationConfig, tokenizer: Any, ends: Collection[int]):
         self.config, self.limit = config, config.max_prompt_length + config.max_response_length
         self.writer = Writer(tokenizer, vocabulary.template_arguments(config), ends)
         self.measured: list[Demonstration] = []  # that can be drawn
-        self._questions: dict[str, list[int]] = {}  # path -> hashes of what its demonstrations answer
+        # Path -> hashes of what its demonstrations answer
+        self._questions: dict[str, list[int]] = {}
 
     def load(self, paths: Iterable[str], choose: Choose) -> None:
-        """Read, check and tokenise the files. Raises InputError with every problem of all of them."""
+        """Read, check and tokenise the files. Raises InputError with every problem of all of
+        them."""
         tables: list[tuple[str, Any]] = []
         errors: list[str] = []
         for path in paths:  # one that is listed twice counts twice
@@ -219,14 +274,19 @@ class DemonstrationFiles:
         problems.raise_if_any()
         if self.measured and not any(self._is_ended(one) for one in self.measured):
             names = ", ".join(path for path, _ in tables)
-            ends = ", ".join(repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends))
+            ends = ", ".join(
+                repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends)
+            )
             log.warning(
-                f"{names}: no turn that is trained on ends with a token that ends an answer ({ends}), so "
-                "the model would not learn to stop: let the chat template write it behind an assistant's message"
+                f"{names}: no turn that is trained on ends with a token that ends an answer "
+                f"({ends}), so "
+                "the model would not learn to stop: let the chat template write it behind an "
+                "assistant's message"
             )
 
     def _is_ended(self, one: Demonstration) -> bool:
-        last = np.flatnonzero(one.mask & ~np.r_[one.mask[1:], False])  # the last token of each stretch
+        # The last token of each stretch
+        last = np.flatnonzero(one.mask & ~np.r_[one.mask[1:], False])
         return bool(np.isin(one.ids[last], sorted(self.writer.ends)).any())
 
     def __len__(self) -> int:
@@ -259,7 +319,9 @@ class DemonstrationFiles:
         messages = row[self.config.messages_key]
         return list(takewhile(lambda message: message["role"] != ASSISTANT, messages))
 
-    def _fitting(self, path: str, table: Any, numbers: Sequence[int], problems: Problems) -> Iterator[Demonstration]:
+    def _fitting(
+        self, path: str, table: Any, numbers: Sequence[int], problems: Problems
+    ) -> Iterator[Demonstration]:
         """Yield a file's demonstrations, within the limit; log how many were cut or left out."""
         out, cut, longest = 0, 0, 0
         for number in numbers:
@@ -268,13 +330,25 @@ class DemonstrationFiles:
             if one is None:
                 continue
             longest = max(longest, len(one))
-            if len(one) > self.limit and not self.config.filter_overlong_prompts and self.config.truncation == "error":
-                rule = f"a demonstration is longer than data.max_prompt_length + data.max_response_length={self.limit}"
-                fix = "raise one of them, or set data.filter_overlong_prompts=True or data.truncation=right"
+            if (
+                len(one) > self.limit
+                and not self.config.filter_overlong_prompts
+                and self.config.truncation == "error"
+            ):
+                rule = (
+                    f"a demonstration is longer than data.max_prompt_length + "
+                    f"data.max_response_length={self.limit}"
+                )
+                fix = (
+                    "raise one of them, or set data.filter_overlong_prompts=True or "
+                    "data.truncation=right"
+                )
                 problems.add(path, rule, fix, int(number), f"{len(one)} tokens")
                 continue
             kept = one.cut(self.limit, self.config.truncation)
-            if len(one) > self.limit and (self.config.filter_overlong_prompts or not kept.mask.any()):
+            if len(one) > self.limit and (
+                self.config.filter_overlong_prompts or not kept.mask.any()
+            ):
                 out += 1
                 continue
             cut += len(one) > self.limit
@@ -283,8 +357,13 @@ class DemonstrationFiles:
         told = f"{path}: {table.num_rows} rows, longest demonstration {longest} tokens"
         log.info(f"{told}, {out} left out and {cut} cut, longer than {self.limit} tokens")
         if out and out == len(numbers):
-            rule = f"all {out} demonstrations are longer than data.max_prompt_length + data.max_response_length"
-            problems.add(path, f"{rule}={self.limit}", f"raise one of them: the longest has {longest}")
+            rule = (
+                f"all {out} demonstrations are longer than data.max_prompt_length + "
+                f"data.max_response_length"
+            )
+            problems.add(
+                path, f"{rule}={self.limit}", f"raise one of them: the longest has {longest}"
+            )
 
     def _demonstration(
         self, path: str, number: int, row: Mapping[str, Any], problems: Problems
@@ -294,7 +373,9 @@ class DemonstrationFiles:
             if not found.mask.any():
                 raise DemonstrationError("nothing of a row is trained on", "leave the row out")
             if found.mask[0]:
-                raise DemonstrationError("a row has no prompt, so nothing predicts its first token", "give it one")
+                raise DemonstrationError(
+                    "a row has no prompt, so nothing predicts its first token", "give it one"
+                )
             return found
         except vocabulary.ChatError as error:
             problems.add(path, "the chat template refuses a chat", CHAT_FIX, number, str(error))
@@ -321,8 +402,13 @@ class DemonstrationFiles:
                 f"{config.response_key} must be text, and not empty", "fill it or leave the row out"
             )
         if arguments and isinstance(prompt, str):
-            rule = f"a plain prompt goes through no chat template, which would read {', '.join(arguments)}"
-            raise DemonstrationError(rule, "write the prompt as a list of messages, or leave the column out")
+            rule = (
+                f"a plain prompt goes through no chat template, which would read "
+                f"{', '.join(arguments)}"
+            )
+            raise DemonstrationError(
+                rule, "write the prompt as a list of messages, or leave the column out"
+            )
         return writer.answer(prompt, response)
 
 
@@ -331,21 +417,31 @@ def _tools(value: Any, key: str) -> list[dict[str, Any]]:
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise DemonstrationError(f"{key} is no JSON ({error})", "write a list of schemas, or its JSON") from error
+        raise DemonstrationError(
+            f"{key} is no JSON ({error})", "write a list of schemas, or its JSON"
+        ) from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DemonstrationError(f"{key} must hold a list of schemas of tools", "write a list of schemas, or its JSON")
+        raise DemonstrationError(
+            f"{key} must hold a list of schemas of tools", "write a list of schemas, or its JSON"
+        )
     return without_nulls(tools)
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     """Return a checked chat without the fields that parquet added to its messages."""
     if not isinstance(value, list) or not value:
-        raise DemonstrationError(f"{key} must be a list of messages, and not empty", "write role and content of each")
+        raise DemonstrationError(
+            f"{key} must be a list of messages, and not empty", "write role and content of each"
+        )
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DemonstrationError(f"{key} must hold messages with role and content", "write both")
+            raise DemonstrationError(
+                f"{key} must hold messages with role and content", "write both"
+            )
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise DemonstrationError(f"{key} must hold text (images are not supported)", "make content a string")
+            raise DemonstrationError(
+                f"{key} must hold text (images are not supported)", "make content a string"
+            )
     return [message_of(message, nested=True) for message in value]
 
 
@@ -379,9 +475,15 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    place, make = Path(local_path(path, "data")).expanduser(), "recipes/sft/README.md has the forms of files"
+    place, make = (
+        Path(local_path(path, "data")).expanduser(),
+        ("recipes/sft/README.md has the forms of files"),
+    )
     if not place.is_file():
-        raise InputError(f"{path}: the parquet file {'is a folder' if place.is_dir() else 'does not exist'}; {make}")
+        raise InputError(
+            f"{path}: the parquet file "
+            f"{'is a folder' if place.is_dir() else 'does not exist'}; {make}"
+        )
     if place.suffix.lower() in JSON_LINES:
         rule = "holds JSON lines, and demonstrations are read from parquet alone"
         fix = "write it with pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), ...)"
@@ -391,15 +493,28 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
         names = set(file.schema_arrow.names)
         answer = [config.prompt_key.partition(".")[0], config.response_key.partition(".")[0]]
         forms = ([*IDS, TEXTS], [config.messages_key], list(dict.fromkeys(answer)))
-        columns = next((form for form in forms if form[0] in names and names.issuperset(form)), None)
+        columns = next(
+            (form for form in forms if form[0] in names and names.issuperset(form)), None
+        )
         if columns is None:
-            keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
+            keys = (
+                f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
+            )
             has = ", ".join(sorted(names)) or "no column"
-            raise InputError(f"{path}: has neither chats nor answers ({keys}), only {has}; name the column by its key")
-        columns = [*columns, *({config.tools_key, config.enable_thinking_key} & names - set(columns))]
+            raise InputError(
+                f"{path}: has neither chats nor answers ({keys}), only {has}; name "
+                f"the column by its key"
+            )
+        columns = [
+            *columns,
+            *({config.tools_key, config.enable_thinking_key} & names - set(columns)),
+        ]
         column = config.image_key
         if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
-            rule = f"column {column!r} (data.image_key) holds pictures, and fine-tuning reads text alone"
+            rule = (
+                f"column {column!r} (data.image_key) holds pictures, and fine-tuning reads "
+                f"text alone"
+            )
             raise InputError(f"{path}: {rule}; leave the column out, or name another one")
         table = file.read(columns=columns)
     except (pa.ArrowInvalid, OSError) as error:
@@ -410,15 +525,18 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
 
 
 def check_questions(config: DemonstrationConfig) -> None:
-    """Raise InputError where a file of ``data.val_files`` holds demonstrations, as those of verl's lines do."""
+    """Raise InputError where a file of ``data.val_files`` holds demonstrations, as those of verl's
+    lines do."""
     problems = []
     for path in config.val_files:
         if _is_file_of_questions(path, config) or not _is_file_of_demonstrations(path, config):
             continue  # what else is wrong with it is reported where it is loaded
         columns = f"{config.prompt_key} (data.prompt_key), {config.reward_fn_key}, reward_model"
         problems.append(
-            f"data.val_files={path}: it holds demonstrations, whose loss verl's SFT trainers measure, "
-            f"and here a validation answers questions (columns {columns}); set data.val_files=[] to "
+            f"data.val_files={path}: it holds demonstrations, whose loss verl's SFT trainers "
+            f"measure, "
+            f"and here a validation answers questions (columns {columns}); set data.val_files=[] "
+            f"to "
             "train without a validation, or give files of questions"
         )
     if problems:
@@ -442,7 +560,8 @@ def _is_file_of_demonstrations(path: str, config: DemonstrationConfig) -> bool:
 
 
 def demonstration_batch(demonstrations: Sequence[Demonstration], pad_id: int) -> TrainBatch:
-    """Return the demonstrations as a batch of a step, each a group of its own with the advantage 1 at every token."""
+    """Return the demonstrations as a batch of a step, each a group of its own with the advantage 1
+    at every token."""
     lengths = torch.tensor([len(one) for one in demonstrations])
     mask = torch.from_numpy(np.concatenate([one.mask for one in demonstrations]))
     return TrainBatch(lengths, pad_id).adding(

@@ -1,13 +1,15 @@
-"""Rejection sampling: keep the answers of ``python -m core.evaluate`` that score well, as demonstrations.
+"""Rejection sampling: keep the answers of ``python -m core.evaluate`` that score well, as
+demonstrations.
 
-    python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl data.val_files=TRAINING_QUESTIONS ...
-    python -m core.evaluate score answers.jsonl
-    python -m recipes.sft.rejection answers.scores-NAME.jsonl --out kept.parquet [--least 1.0] [--most 4]
+    python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl
+    data.val_files=TRAINING_QUESTIONS ... python -m core.evaluate score answers.jsonl python -m
+    recipes.sft.rejection answers.scores-NAME.jsonl --out kept.parquet [--least 1.0] [--most 4]
     python -m recipes.sft.main_sft data.train_files=kept.parquet ...
 
-Token ids are kept as the policy wrote them, with the mask that leaves out what tools wrote. So an episode is trained on
-as it was played, and nothing is rendered or encoded again. The questions are read anew from the files that the answers'
-manifest names; their hash there shows that they are the same.
+Token ids are kept as the policy wrote them, with the mask that leaves out what tools wrote. So an
+episode is trained on as it was played, and nothing is rendered or encoded again. The questions are
+read anew from the files that the answers' manifest names; their hash there shows that they are the
+same.
 """
 
 from __future__ import annotations
@@ -25,26 +27,39 @@ from core.config import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.evaluate import FORMAT, complete_answers, digest_of, read_manifest, trajectory_of, write_manifest
+from core.evaluate import (
+    FORMAT,
+    complete_answers,
+    digest_of,
+    read_manifest,
+    trajectory_of,
+    write_manifest,
+)
 from core.files import replacing, written_here
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop
 
 
-def kept_rows(scores: Path, least: float, most: int | None, variable: str, seed: int) -> Iterator[dict[str, Any]]:
+def kept_rows(
+    scores: Path, least: float, most: int | None, variable: str, seed: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each answer that is kept, in the order of the questions.
 
-    An answer is kept where its ``variable`` is at least ``least`` and it was not cut short. Equal answers to a question
-    count once; of more than ``most`` different ones a seeded choice is kept.
+    An answer is kept where its ``variable`` is at least ``least`` and it was not cut short. Equal
+    answers to a question count once; of more than ``most`` different ones a seeded choice is kept.
 
     Raises:
         InputError: files that do not belong together, or questions that have changed.
     """
     answers, records, prompts = _matched(scores)
-    for (ordinal, group), record in zip(groupby(answers, lambda one: one["ordinal"]), records, strict=True):
+    for (ordinal, group), record in zip(
+        groupby(answers, lambda one: one["ordinal"]), records, strict=True
+    ):
         if variable not in record.values:
-            raise InputError(f"--by={variable}: {scores} has no such number; it has {', '.join(record.values)}")
+            raise InputError(
+                f"--by={variable}: {scores} has no such number; it has {', '.join(record.values)}"
+            )
         samples = list(group)
         different = {}
         for answer, value in zip(samples, record.values[variable], strict=True):
@@ -76,9 +91,14 @@ def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[
     told = read_manifest(scores, "scores")
     source = scores.with_name(told["answers"])
     if not source.is_file() or sha256_of(source) != told["answers_sha256"]:
-        raise InputError(f"{source}: is not the file that {scores.name} scores; score it anew, or restore it")
+        raise InputError(
+            f"{source}: is not the file that {scores.name} scores; score it anew, or restore it"
+        )
     manifest, answers = complete_answers(source)
-    records = [ValRecord.from_json(json.loads(line)) for line in scores.read_text(encoding="utf-8").splitlines()]
+    records = [
+        ValRecord.from_json(json.loads(line))
+        for line in scores.read_text(encoding="utf-8").splitlines()
+    ]
     asked = [uid for (_, uid), _ in groupby(answers, lambda one: (one["ordinal"], one["uid"]))]
     if asked != [record.uid for record in records]:
         raise InputError(f"{scores}: its questions are not those of {source.name}; score it anew")
@@ -86,8 +106,10 @@ def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[
 
 
 def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
-    """Read the questions anew. Raises InputError where one of them has other ids than when it was answered."""
-    from core.data.prompts import load_val_prompts  # imports torch and transformers, which no dry run needs
+    """Read the questions anew. Raises InputError where one of them has other ids than when it was
+    answered."""
+    # Imports torch and transformers, which no dry run needs
+    from core.data.prompts import load_val_prompts
     from core.learner.models import load_tokenizer
 
     recipe = manifest["recipe"]
@@ -98,7 +120,10 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     prompts = load_val_prompts(data, load_tokenizer(composed.config.actor_rollout_ref.model))
     if digest_of(prompts) != manifest["settings"]["prompts"]:
         rule = "the questions or their tokenizer are others than those that were answered"
-        raise InputError(f"data.val_files={', '.join(data.val_files)}: {rule} ({source}); restore them, or answer anew")
+        raise InputError(
+            f"data.val_files={', '.join(data.val_files)}: {rule} ({source}); restore "
+            f"them, or answer anew"
+        )
     return {prompt.ordinal: prompt for prompt in prompts}
 
 
@@ -116,39 +141,82 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]
 
 
 def keep(args: argparse.Namespace) -> str:
-    """Write what is kept and return a line about it. Raises InputError, also where nothing is kept."""
+    """Write what is kept and return a line about it. Raises InputError, also where nothing is
+    kept."""
     rows = list(kept_rows(args.scores, args.least, args.most, args.by, args.seed))
     told = read_manifest(args.scores, "scores")
     count, samples = told["questions"], told["samples"]
     if not rows:
-        rule = f"none of {count * samples} answers has {args.by} of at least {args.least:g} and ends by itself"
-        raise InputError(f"--least={args.least:g}: {rule}; lower it, or draw more answers a question")
+        rule = (
+            f"none of {count * samples} answers has {args.by} of at least {args.least:g} and "
+            f"ends by itself"
+        )
+        raise InputError(
+            f"--least={args.least:g}: {rule}; lower it, or draw more answers a question"
+        )
     chosen = {name: getattr(args, name) for name in ("by", "least", "most", "seed")}
-    source = {name: told[name] for name in ("recipe", "model", "scorers", "answers", "answers_sha256", "data")}
+    source = {
+        name: told[name]
+        for name in ("recipe", "model", "scorers", "answers", "answers_sha256", "data")
+    }
     write(rows, args.out, {"chosen": chosen, **source, "rows": len(rows)})
     answered = len({row["uid"] for row in rows})
-    return f"{args.out}: {len(rows)} of {count * samples} answers kept, to {answered} of {count} questions"
+    return (
+        f"{args.out}: {len(rows)} of {count * samples} answers kept, to {answered} of {count} "
+        f"questions"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 for bad input."""
-    described = "Keep the answers that score well, as demonstrations for python -m recipes.sft.main_sft."
+    described = (
+        "Keep the answers that score well, as demonstrations for python -m recipes.sft.main_sft."
+    )
     parser = argparse.ArgumentParser(prog="python -m recipes.sft.rejection", description=described)
     add = parser.add_argument
-    add("scores", type=Path, metavar="SCORES.jsonl", help="The file that python -m core.evaluate score wrote.")
+    add(
+        "scores",
+        type=Path,
+        metavar="SCORES.jsonl",
+        help="The file that python -m core.evaluate score wrote.",
+    )
     add("--out", type=written_here, required=True, help="The file to write, ending in .parquet.")
-    add("--by", default="acc", help="The number that decides (default %(default)s): acc, reward, or a part of it.")
-    add("--least", type=float, default=1.0, help="The least number that is kept (default %(default)s).")
-    add("--most", type=int, help="The most answers to keep of a question (default: all different ones).")
-    add("--seed", type=int, default=1, help="Decides which ones, where there are more (default %(default)s).")
+    add(
+        "--by",
+        default="acc",
+        help="The number that decides (default %(default)s): acc, reward, or a part of it.",
+    )
+    add(
+        "--least",
+        type=float,
+        default=1.0,
+        help="The least number that is kept (default %(default)s).",
+    )
+    add(
+        "--most",
+        type=int,
+        help="The most answers to keep of a question (default: all different ones).",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="Decides which ones, where there are more (default %(default)s).",
+    )
     args = parser.parse_args(arguments)
     try:
         if args.out.suffix != ".parquet":
             raise InputError(f"--out={args.out}: must end in .parquet")
         if args.most is not None and args.most < 1:
-            raise InputError(f"--most={args.most}: must be at least 1; leave it out to keep all different answers")
+            raise InputError(
+                f"--most={args.most}: must be at least 1; leave it out to keep all "
+                f"different answers"
+            )
         if is_dry_run():
-            print(f"dry run: it would read {args.scores} and the answers beside it, and write {args.out}")
+            print(
+                f"dry run: it would read {args.scores} and the answers beside it, and write "
+                f"{args.out}"
+            )
             return 0
         print(keep(args))
         return 0

@@ -1,8 +1,9 @@
-"""The loop of supervised fine-tuning: draw demonstrations, raise their likelihood, validate by answering questions.
+"""The loop of supervised fine-tuning: draw demonstrations, raise their likelihood, validate by
+answering questions.
 
-The run, workers, learner and validation are core's. The loop is another one than that of reinforcement learning, so
-``fit`` is written anew here, where a recipe would override hooks: nothing is collected, and engines get the weights
-only where a validation needs them.
+The run, workers, learner and validation are core's. The loop is another one than that of
+reinforcement learning, so ``fit`` is written anew here, where a recipe would override hooks:
+nothing is collected, and engines get the weights only where a validation needs them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from recipes.sft.demonstrations import (
 
 
 class RaySFTTrainer(Trainer):
-    """Fine-tunes on ``data.train_files``; ``data.val_files`` are questions, as in every other recipe."""
+    """Fine-tunes on ``data.train_files``; ``data.val_files`` are questions, as in every other
+    recipe."""
 
     def __init__(self, config: Config):
         no_kl = KLController("fixed", 0.0, 0.0, 1)
@@ -42,7 +44,8 @@ class RaySFTTrainer(Trainer):
         return PromptStream(data, self.tokenizer, self.config.trainer.seed, files, keeps_tail=True)
 
     def longest(self) -> dict[str, tuple[int, int]]:
-        """Return the tokens of the longest demonstration, which nothing follows, and of the longest question."""
+        """Return the tokens of the longest demonstration, which nothing follows, and of the longest
+        question."""
         return {**super().longest(), "data.train_files": (self.stream.files.longest, 0)}
 
     def fit(self) -> None:
@@ -69,7 +72,8 @@ class RaySFTTrainer(Trainer):
         return demonstration_batch(batch, self.tokenizer.pad_token_id)
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Measure the step, validate where due, and hand it to the run, which records and saves it."""
+        """Measure the step, validate where due, and hand it to the run, which records and saves
+        it."""
         trained = count_by_sequence(batch.response_mask, batch.lengths).float()
         metrics.add(
             {
@@ -85,7 +89,8 @@ class RaySFTTrainer(Trainer):
         self.validate_and_complete(metrics)
 
     def validate(self, metrics: StepMetrics) -> None:
-        """Answer the questions with the learner's weights, which engines have not had since the last validation."""
+        """Answer the questions with the learner's weights, which engines have not had since the
+        last validation."""
         with metrics.time("update_weights"):
             metrics.add(self.workers.sync_weights(metrics.step))
         super().validate(metrics)

@@ -1,14 +1,15 @@
-"""Accuracies of scored answers: by data source and as the mean over them, each with a 95 % interval.
+"""Accuracies of scored answers: by data source and as the mean over them, each with a 95 %
+interval.
 
     python -m results.reporting.accuracies ANSWERS.scores-NAME.jsonl ... [--k 1 8]
 
-It prints a table, and of several files the difference of each from the first by question; the numbers are written as
-JSON beside each file. The estimates are :mod:`core.tracking.validation`'s: an evaluation and a validation of a run give
-equal numbers.
+It prints a table, and of several files the difference of each from the first by question; the
+numbers are written as JSON beside each file. The estimates are :mod:`core.tracking.validation`'s:
+an evaluation and a validation of a run give equal numbers.
 
-Scores are made by the strict reading of a scorer, as a rule that of published numbers: one form of answer, compared as
-text. Several scorers have a lenient one, ``method=robust``, which reads other forms and compares values. What lies
-between the two is how the model writes, not what it knows.
+Scores are made by the strict reading of a scorer, as a rule that of published numbers: one form of
+answer, compared as text. Several scorers have a lenient one, ``method=robust``, which reads other
+forms and compares values. What lies between the two is how the model writes, not what it knows.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ KWARGS = "reward_model.reward_kwargs"
 
 @dataclass(frozen=True)
 class Summary:
-    """One file of scores. ``sources[source][metric]`` is an estimate over the source's questions."""
+    """One file of scores. ``sources[source][metric]`` is an estimate over the source's
+    questions."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -58,10 +60,14 @@ class Summary:
 
     @property
     def macro(self) -> dict[str, Estimate]:
-        """The metrics that all sources have, as means over the sources: each weighs the same, as in papers."""
+        """The metrics that all sources have, as means over the sources: each weighs the same, as in
+        papers."""
         first, *others = self.sources.values()
         shared = [metric for metric in first if all(metric in one for one in others)]
-        return {metric: macro_average([one[metric] for one in self.sources.values()]) for metric in shared}
+        return {
+            metric: macro_average([one[metric] for one in self.sources.values()])
+            for metric in shared
+        }
 
     def of(self, source: str) -> list[ValRecord]:
         return [record for record in self.records if record.data_source == source]
@@ -83,7 +89,11 @@ class Summary:
     def decoding(self) -> str:
         """How the answers were sampled, in a few words."""
         prefix = "actor_rollout_ref.rollout.val_kwargs."
-        chosen = {key.removeprefix(prefix): value for key, value in self.manifest["settings"].items() if prefix in key}
+        chosen = {
+            key.removeprefix(prefix): value
+            for key, value in self.manifest["settings"].items()
+            if prefix in key
+        }
         if not chosen["do_sample"]:
             return "greedy"
         cut = f", top-p {chosen['top_p']:g}" if chosen["top_p"] < 1 else ""
@@ -92,9 +102,11 @@ class Summary:
 
 
 def macro_average(sets: Sequence[Estimate]) -> Estimate:
-    """Return the mean of the sets' values, with an interval of which the variances of the sets' means add up.
+    """Return the mean of the sets' values, with an interval of which the variances of the sets'
+    means add up.
 
-    A small set (Bamboogle: 125 questions) has its full share of the interval. There is none where a set has none.
+    A small set (Bamboogle: 125 questions) has its full share of the interval. There is none where a
+    set has none.
     """
     mean = math.fsum(one.value for one in sets) / len(sets)
     n = sum(one.n for one in sets)
@@ -105,7 +117,8 @@ def macro_average(sets: Sequence[Estimate]) -> Estimate:
 
 
 def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
-    """Read a file of scores. ``sizes`` are the k of ``pass@k``; by default powers of two and all samples.
+    """Read a file of scores. ``sizes`` are the k of ``pass@k``; by default powers of two and all
+    samples.
 
     Raises InputError for another file, a damaged one, and a k above the samples of a question.
     """
@@ -115,14 +128,19 @@ def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: is damaged ({error}); score the answers again") from error
     if len(records) != manifest["questions"]:
-        raise InputError(f"{path}: holds {len(records)} of {manifest['questions']} questions; score the answers again")
+        raise InputError(
+            f"{path}: holds {len(records)} of {manifest['questions']} questions; "
+            f"score the answers again"
+        )
     refuse_unscored(path, records)
     sources = {}
     for source, rows in merge_by_question(records).items():
         n = min(len(row.values["acc"]) for row in rows)
         if beyond := [k for k in sizes or () if not 1 <= k <= n]:
             rule = f"must lie between 1 and the {n} samples of a question of {source}"
-            raise InputError(f"--k={beyond[0]}: {rule} in {path}; lower it, or generate more (val_kwargs.n)")
+            raise InputError(
+                f"--k={beyond[0]}: {rule} in {path}; lower it, or generate more (val_kwargs.n)"
+            )
         sources[source] = variable_estimates("acc", rows, n, sizes)
     return Summary(path, manifest, records, sources)
 
@@ -137,17 +155,22 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
     for other in summaries[1:]:
         if missing := len(first.questions ^ other.questions):
             raise InputError(
-                f"{other.path}: {missing} questions are in it or in {first.path} alone, of {len(first.questions)} and "
-                f"{len(other.questions)}; compare scores of the same questions, or report one file at a time"
+                f"{other.path}: {missing} questions are in it or in {first.path} alone, of "
+                f"{len(first.questions)} and "
+                f"{len(other.questions)}; compare scores of the same questions, or report one "
+                f"file at a time"
             )
     for one in summaries:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
         write_atomic(report_path(one.path), text + "\n")
-    return "\n".join([table(summaries), *(line for other in summaries[1:] for line in _against(first, other))])
+    return "\n".join(
+        [table(summaries), *(line for other in summaries[1:] for line in _against(first, other))]
+    )
 
 
 def _against(first: Summary, other: Summary) -> Iterator[str]:
-    """Yield what the second file has more than the first, question by question, a line a data source."""
+    """Yield what the second file has more than the first, question by question, a line a data
+    source."""
     ours, theirs = accuracy_by_question(first.records), accuracy_by_question(other.records)
     for source in ours:
         difference = change(paired_comparison(ours[source], theirs[source]))
@@ -159,15 +182,22 @@ def report_path(scores: Path) -> Path:
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """Return a line a file and metric: percent, 95 % interval and questions of each source and of their mean."""
+    """Return a line a file and metric: percent, 95 % interval and questions of each source and of
+    their mean."""
     sources = list(dict.fromkeys(source for one in summaries for source in one.sources))
     several = len(sources) > 1
     header = ["model", "scorer", "decoding", "metric", *sources, *([MACRO] if several else [])]
     rows = []
     for one in summaries:
         step = one.manifest["model"].get("step")
-        model = one.manifest["model"]["path"] if step is None else f"{one.manifest['model']['run']}, step {step}"
-        for metric in dict.fromkeys(metric for metrics in one.sources.values() for metric in metrics):
+        model = (
+            one.manifest["model"]["path"]
+            if step is None
+            else f"{one.manifest['model']['run']}, step {step}"
+        )
+        for metric in dict.fromkeys(
+            metric for metrics in one.sources.values() for metric in metrics
+        ):
             cells = [_cell(one.sources[source].get(metric), one.of(source)) for source in sources]
             cells += [_cell(one.macro.get(metric), one.records)] * several
             rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])
@@ -179,7 +209,8 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def lenient(strict: Summary) -> Summary | None:
-    """Return the same answers' scores under the lenient reading, made now where they are absent; None without one.
+    """Return the same answers' scores under the lenient reading, made now where they are absent;
+    None without one.
 
     Raises InputError where the answers are gone or others.
     """
@@ -190,21 +221,30 @@ def lenient(strict: Summary) -> Summary | None:
     label = f"{strict.manifest['scorer']}-lenient"
     path = strict.path.with_name(f"{answers.stem}.scores-{label}.jsonl")
     if not answers.exists() or sha256_of(answers) != strict.manifest["answers_sha256"]:
-        raise InputError(f"{strict.path}: {answers} is gone or another file; score its answers again")
-    if path.exists() and (made := summary(path)).manifest["answers_sha256"] == strict.manifest["answers_sha256"]:
+        raise InputError(
+            f"{strict.path}: {answers} is gone or another file; score its answers again"
+        )
+    if (
+        path.exists()
+        and (made := summary(path)).manifest["answers_sha256"] == strict.manifest["answers_sha256"]
+    ):
         return made
     return summary(score(answers, settings, label)[0])
 
 
 def _lenient_settings(strict: Summary) -> list[str]:
-    """Return the overrides that make the file's scorers lenient; none where they have no lenient reading, or are it."""
+    """Return the overrides that make the file's scorers lenient; none where they have no lenient
+    reading, or are it."""
     rewards: Mapping[str, Any] = strict.manifest["rewards"]
     if rewards.get("custom_reward_function.path"):
         return []
     found = []
     for name in strict.manifest["scorers"]:
         methods = getattr(importlib.import_module(f"reward_scores.{name}"), "METHODS", ())
-        if LENIENT in methods and ((rewards.get(KWARGS) or {}).get(name) or {}).get("method") != LENIENT:
+        if (
+            LENIENT in methods
+            and ((rewards.get(KWARGS) or {}).get(name) or {}).get("method") != LENIENT
+        ):
             found.append(f"{KWARGS}.{name}.method={LENIENT}")
     return found
 
@@ -215,7 +255,10 @@ def _lenient_settings(strict: Summary) -> list[str]:
 def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:
     if estimate is None:
         return "none"
-    shares, failed = are_shares(value for record in records for value in record.values["acc"]), failed_share(records)
+    shares, failed = (
+        are_shares(value for record in records for value in record.values["acc"]),
+        failed_share(records),
+    )
 
     def shown(value: float) -> str:
         return f"{100 * value:.1f}" if shares else f"score {value:.3f}"
@@ -231,10 +274,16 @@ def _plain(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m results.reporting.accuracies", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m results.reporting.accuracies", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("scores", nargs="+", type=Path, help="The files that core.evaluate score wrote.")
-    parser.add_argument("--k", nargs="+", type=int, help="The k of pass@k (default: powers of two and all samples).")
+    parser.add_argument(
+        "scores", nargs="+", type=Path, help="The files that core.evaluate score wrote."
+    )
+    parser.add_argument(
+        "--k", nargs="+", type=int, help="The k of pass@k (default: powers of two and all samples)."
+    )
     args = parser.parse_args(arguments)
     if is_dry_run():
         print("\n".join(["dry run", *(f"written: {report_path(path)}" for path in args.scores)]))

@@ -18,8 +18,10 @@ from results.reporting.run_reader import RecordedRun, scrub
 
 Row = Mapping[str, Any]
 PUBLISHED = ("step", "uid", "data_source", "input", "output", "gts", "pred", "stop", "acc", "score")
-PUBLISHED_CHARACTERS = 4_000  # of a question or an answer, half from each end: a set of long answers stays small
-# Folders in which machines keep what is theirs. Not any path: an answer's "</think>" and "km/h" are none.
+# Of a question or an answer, half from each end: a set of long answers stays small
+PUBLISHED_CHARACTERS = 4_000
+# Folders in which machines keep what is theirs. Not any path: an answer's "</think>" and "km/h" are
+# none.
 _MACHINE_FOLDERS = (
     r"~|/(?:data|gpfs|home|lustre|media|mnt|net|nfs|opt|private|proc|root|scratch|srv|storage|tmp|Users|usr|var|work"
     r"|workspace)"
@@ -36,11 +38,15 @@ class Flip:
 
 
 def flips(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> list[Flip]:
-    """Return the questions that differ, the largest differences first, those that got worse before those that rose.
+    """Return the questions that differ, the largest differences first, those that got worse before
+    those that rose.
 
-    Ties are in the order of a hash of the uid, the same in all runs: what several runs keep of them then overlaps.
+    Ties are in the order of a hash of the uid, the same in all runs: what several runs keep of them
+    then overlaps.
     """
-    found = [Flip(uid, a, b_by_uid[uid]) for uid, a in a_by_uid.items() if b_by_uid.get(uid, a) != a]
+    found = [
+        Flip(uid, a, b_by_uid[uid]) for uid, a in a_by_uid.items() if b_by_uid.get(uid, a) != a
+    ]
     return sorted(found, key=lambda flip: (flip.b > flip.a, -abs(flip.b - flip.a), _hash(flip.uid)))
 
 
@@ -48,22 +54,30 @@ def _hash(uid: str) -> str:
     return hashlib.sha256(uid.encode()).hexdigest()
 
 
-def answers(run: RecordedRun, step: int, source: str, uids: Iterable[str] | None = None) -> dict[str, Row]:
-    """Return ``uid -> row`` of the first answer to each question whose text was kept; ``uids`` None: all of them."""
+def answers(
+    run: RecordedRun, step: int, source: str, uids: Iterable[str] | None = None
+) -> dict[str, Row]:
+    """Return ``uid -> row`` of the first answer to each question whose text was kept; ``uids``
+    None: all of them."""
     wanted = None if uids is None else set(uids)
     rows: dict[str, Row] = {}
     for row in run.samples:
         uid = row.get("uid")
-        if row["step"] == step and row.get("data_source", source) == source and (wanted is None or uid in wanted):
+        if (
+            row["step"] == step
+            and row.get("data_source", source) == source
+            and (wanted is None or uid in wanted)
+        ):
             rows.setdefault(uid, row)
     return rows
 
 
 def published_samples(run: RecordedRun, count: int) -> Iterator[dict[str, Any]]:
-    """Yield about ``count`` questions of each data source with their first and their last answer, both scrubbed.
+    """Yield about ``count`` questions of each data source with their first and their last answer,
+    both scrubbed.
 
-    Questions that flipped come first and have two thirds of the places: half of them for right to wrong, the other for
-    wrong to right. Then come those that stayed wrong.
+    Questions that flipped come first and have two thirds of the places: half of them for right to
+    wrong, the other for wrong to right. Then come those that stayed wrong.
     """
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
@@ -78,31 +92,46 @@ def published_samples(run: RecordedRun, count: int) -> Iterator[dict[str, Any]]:
         for uid in _chosen(run, source, (first, last), shared, count):
             for step in dict.fromkeys((first, last)):
                 row = kept[step][uid]
-                yield {name: _shortened(scrub(row[name], paths)) for name in PUBLISHED if name in row}
+                yield {
+                    name: _shortened(scrub(row[name], paths)) for name in PUBLISHED if name in row
+                }
 
 
-def _chosen(run: RecordedRun, source: str, steps: tuple[int, int], uids: Sequence[str], count: int) -> list[str]:
+def _chosen(
+    run: RecordedRun, source: str, steps: tuple[int, int], uids: Sequence[str], count: int
+) -> list[str]:
     accuracy = [run.accuracy_at(step).get(source, {}) for step in steps]
     before, after = ({uid: each[uid] for uid in uids if uid in each} for each in accuracy)
     found = flips(before, after)
-    worse, better = ([flip.uid for flip in found if (flip.b > flip.a) is rose] for rose in (False, True))
+    worse, better = (
+        [flip.uid for flip in found if (flip.b > flip.a) is rose] for rose in (False, True)
+    )
     places = count - count // 3
     flipped = [*worse[: max(places // 2, places - len(better))], *better][:places]
-    # What stayed wrong here another run may have learnt: the two then differ in it, and both texts are kept.
-    same = sorted((uid for uid in uids if uid not in flipped), key=lambda uid: (after.get(uid, 0.0) > 0, _hash(uid)))
+    # What stayed wrong here another run may have learnt: the two then differ in it, and both texts
+    # are kept.
+    same = sorted(
+        (uid for uid in uids if uid not in flipped),
+        key=lambda uid: (after.get(uid, 0.0) > 0, _hash(uid)),
+    )
     return [*flipped, *same][:count]
 
 
 def _machine_paths(run: RecordedRun) -> re.Pattern[str]:
-    """Return what matches paths of this machine in a text: its usual folders, and those that the run names."""
+    """Return what matches paths of this machine in a text: its usual folders, and those that the
+    run names."""
     named = {str(Path.home()), os.getcwd(), str(run.folder.resolve().parent)}
     for value in run.config.values():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text.startswith("/"):
                 named.add(str(Path(text).parent))
-    own = "|".join(re.escape(one) for one in sorted(named, key=len, reverse=True) if one.count("/") > 1)
+    own = "|".join(
+        re.escape(one) for one in sorted(named, key=len, reverse=True) if one.count("/") > 1
+    )
     rest = r"(?:/[^\s'\"=,:;\[\](){}<>/]+)"
-    return re.compile(rf"(?<![\w/.<])(?:(?:{own or '(?!)'}){rest}*|(?:{_MACHINE_FOLDERS}){rest}+)/?")
+    return re.compile(
+        rf"(?<![\w/.<])(?:(?:{own or '(?!)'}){rest}*|(?:{_MACHINE_FOLDERS}){rest}+)/?"
+    )
 
 
 def _shortened(value: Any) -> Any:

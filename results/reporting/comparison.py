@@ -1,4 +1,5 @@
-"""Comparisons of runs: one number over seeds, two sets of seeds, two runs question by question, many rows at once.
+"""Comparisons of runs: one number over seeds, two sets of seeds, two runs question by question,
+many rows at once.
 
 Only reports compare. The interval of a single validation is in :mod:`core.tracking.validation`.
 """
@@ -30,7 +31,8 @@ class SeedEstimate(Estimate):
 
 @dataclass(frozen=True)
 class Paired:
-    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or worse."""
+    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or
+    worse."""
 
     difference: Estimate
     better: int
@@ -40,7 +42,8 @@ class Paired:
 
 
 def seed_interval(values: Sequence[float]) -> SeedEstimate:
-    """Return mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
+    """Return mean, sample standard deviation and Student's 95 % interval of one number over the
+    seeds of a run.
 
     Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
     """
@@ -54,7 +57,8 @@ def seed_interval(values: Sequence[float]) -> SeedEstimate:
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Return the difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947, df rounded)."""
+    """Return the difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947,
+    df rounded)."""
     difference = statistics.fmean(b) - statistics.fmean(a)
     n = len(a) + len(b)
     if min(len(a), len(b)) < 2:
@@ -65,7 +69,8 @@ def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
 
 
 def _welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
-    """Return the standard error of the difference of means, and Welch's degrees of freedom, rounded down."""
+    """Return the standard error of the difference of means, and Welch's degrees of freedom, rounded
+    down."""
     va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
     if va + vb == 0:
         return 0.0, len(a) + len(b) - 2
@@ -74,7 +79,8 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
 
 
 def welch_p(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Return the two-sided p of Welch's test; None where one side has a single seed, or no seed differs at all."""
+    """Return the two-sided p of Welch's test; None where one side has a single seed, or no seed
+    differs at all."""
     if min(len(a), len(b)) < 2 or _welch(a, b)[0] == 0:
         return None
     error, df = _welch(a, b)
@@ -82,23 +88,30 @@ def welch_p(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
-    """Return ``data_source -> uid -> mean accuracy`` over the question's samples, for a paired comparison."""
+    """Return ``data_source -> uid -> mean accuracy`` over the question's samples, for a paired
+    comparison."""
     merged = merge_by_question(records)
-    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
+    return {
+        source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows}
+        for source, rows in merged.items()
+    }
 
 
 def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:
-    """Return the per-question difference ``b - a`` over the questions that both have, with Student's interval.
+    """Return the per-question difference ``b - a`` over the questions that both have, with
+    Student's interval.
 
-    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of questions
-    that could differ and have not been seen to.
+    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of
+    questions that could differ and have not been seen to.
 
     Raises:
         ValueError: no question is shared.
     """
     shared = sorted(a_by_uid.keys() & b_by_uid.keys())
     if not shared:
-        raise ValueError("a paired comparison needs questions that both runs answered; the uids share none")
+        raise ValueError(
+            "a paired comparison needs questions that both runs answered; the uids share none"
+        )
     differences = [b_by_uid[uid] - a_by_uid[uid] for uid in shared]
     estimate = t_interval(differences)
     if not any(differences):
@@ -114,9 +127,10 @@ EXACT_QUESTIONS = 16  # that differ: all 65,536 ways to give them signs are trie
 def question_p(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> float:
     """Return the two-sided p that two policies do equally well on the questions that both answered.
 
-    One answer a question: McNemar's exact test (1947) of the questions that only one of them got right. Means over
-    several answers: Fisher's randomization of signs where few questions differ, else Student's t. At accuracies of 97
-    to 99 % few questions differ, where t is too sure: 4 up and 0 down would be a difference.
+    One answer a question: McNemar's exact test (1947) of the questions that only one of them got
+    right. Means over several answers: Fisher's randomization of signs where few questions differ,
+    else Student's t. At accuracies of 97 to 99 % few questions differ, where t is too sure: 4 up
+    and 0 down would be a difference.
     """
     differences = [b_by_uid[uid] - a_by_uid[uid] for uid in a_by_uid.keys() & b_by_uid.keys()]
     different = sorted(d for d in differences if d)
@@ -124,7 +138,10 @@ def question_p(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> 
         return 1.0
     if all(abs(d) == 1.0 for d in different) and len(different) <= 1000:
         fewer = min(sum(d > 0 for d in different), sum(d < 0 for d in different))
-        return min(1.0, 2 * sum(math.comb(len(different), i) for i in range(fewer + 1)) / 2 ** len(different))
+        return min(
+            1.0,
+            2 * sum(math.comb(len(different), i) for i in range(fewer + 1)) / 2 ** len(different),
+        )
     if len(different) <= EXACT_QUESTIONS:
         seen, sums = abs(math.fsum(different)), [0.0]
         for d in different:
@@ -136,7 +153,8 @@ def question_p(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> 
 
 
 def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
-    """Return p after Holm's step-down adjustment (1979), which bounds the chance of any false confirmation."""
+    """Return p after Holm's step-down adjustment (1979), which bounds the chance of any false
+    confirmation."""
     adjusted, least = {}, 0.0
     for rank, name in enumerate(sorted(p_by_claim, key=p_by_claim.__getitem__)):
         least = max(least, min(1.0, (len(p_by_claim) - rank) * p_by_claim[name]))

@@ -1,4 +1,5 @@
-"""The part of a report that compares experiments: every one with the first, and the questions that flipped.
+"""The part of a report that compares experiments: every one with the first, and the questions that
+flipped.
 
 The statistics are in :mod:`results.reporting.comparison`.
 """
@@ -14,7 +15,13 @@ from dataclasses import dataclass
 from core.errors import InputError
 from core.tracking.validation import Estimate
 from results.reporting.answers import Flip, Row, answers, flips
-from results.reporting.comparison import holm, paired_comparison, question_p, welch_interval, welch_p
+from results.reporting.comparison import (
+    holm,
+    paired_comparison,
+    question_p,
+    welch_interval,
+    welch_p,
+)
 from results.reporting.curves import Group
 from results.reporting.numbers import change, shown
 from results.reporting.pages import Block, Fold, Heading, Table, Text
@@ -32,7 +39,8 @@ def name_of(group: Group) -> str:
 
 
 def with_baseline(groups: Sequence[Group], name: str | None) -> list[Group]:
-    """Return the experiments with the named one first: by the name of an experiment, of a run, or of its folder.
+    """Return the experiments with the named one first: by the name of an experiment, of a run, or
+    of its folder.
 
     Raises:
         InputError: no experiment has the name.
@@ -41,12 +49,19 @@ def with_baseline(groups: Sequence[Group], name: str | None) -> list[Group]:
         return list(groups)
     known: dict[str, int] = {}
     for at, group in enumerate(groups):
-        for each in (name_of(group), *(run.name for run in group), *(str(run.folder) for run in group)):
+        for each in (
+            name_of(group),
+            *(run.name for run in group),
+            *(str(run.folder) for run in group),
+        ):
             known.setdefault(each, at)
     if name.rstrip("/") not in known:
         shown = list(dict.fromkeys(name_of(group) for group in groups))
         near = difflib.get_close_matches(name, known, n=2, cutoff=0.4) or shown
-        raise InputError(f"--baseline {name}: no run on the command line has this name; near it: {', '.join(near)}")
+        raise InputError(
+            f"--baseline {name}: no run on the command line has this name; near it: "
+            f"{', '.join(near)}"
+        )
     first = known[name.rstrip("/")]
     return [groups[first], *(group for at, group in enumerate(groups) if at != first)]
 
@@ -56,7 +71,8 @@ def with_baseline(groups: Sequence[Group], name: str | None) -> list[Group]:
 
 @dataclass(frozen=True)
 class Side:
-    """One experiment on one data source: the accuracy of each seed, and of each question over the seeds."""
+    """One experiment on one data source: the accuracy of each seed, and of each question over the
+    seeds."""
 
     group: Group
     seeds: Sequence[float]
@@ -64,7 +80,8 @@ class Side:
 
 
 def sides(groups: Sequence[Group]) -> dict[str, list[Side]]:
-    """Return ``data_source -> sides`` in the order of the experiments, at the last validation of each run."""
+    """Return ``data_source -> sides`` in the order of the experiments, at the last validation of
+    each run."""
     found: dict[str, list[Side]] = {}
     for group in groups:
         pooled: dict[str, dict[str, list[float]]] = {}
@@ -74,14 +91,19 @@ def sides(groups: Sequence[Group]) -> dict[str, list[Side]]:
                     pooled.setdefault(source, {}).setdefault(uid, []).append(accuracy)
         for each in experiments([comparable(run) for run in group]):
             if each.metric.startswith("mean@"):
-                questions = {uid: statistics.fmean(of) for uid, of in pooled.get(each.source, {}).items()}
-                found.setdefault(each.source, []).append(Side(group, each.values("after"), questions))
+                questions = {
+                    uid: statistics.fmean(of) for uid, of in pooled.get(each.source, {}).items()
+                }
+                found.setdefault(each.source, []).append(
+                    Side(group, each.values("after"), questions)
+                )
     return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Two experiments on one data source, with p by question and over seeds (None where there is none)."""
+    """Two experiments on one data source, with p by question and over seeds (None where there is
+    none)."""
 
     source: str
     a: Side
@@ -95,7 +117,8 @@ class Compared:
 
     @property
     def difference(self) -> Estimate:
-        """``b`` minus ``a``: over seeds where both have several, else by question, else of the two means."""
+        """``b`` minus ``a``: over seeds where both have several, else by question, else of the two
+        means."""
         if self.over_seeds is None and _shared(self.a, self.b):
             return paired_comparison(self.a.questions, self.b.questions).difference
         return welch_interval(self.a.seeds, self.b.seeds)
@@ -121,21 +144,32 @@ class Compared:
         if p is None:
             names = f"{name_of(self.b.group)} and {name_of(self.a.group)}"
             return f"{names} are not compared on {self.source}: they share no question"
-        said = self.verdict if self.verdict.startswith("n") else f"{name_of(self.b.group)} is {self.verdict}"
+        said = (
+            self.verdict
+            if self.verdict.startswith("n")
+            else (f"{name_of(self.b.group)} is {self.verdict}")
+        )
         low, high = self.difference.low, self.difference.high
         if self.over_seeds is None and p >= LEVEL and low is not None and low * high > 0:
-            said += ": too few questions differ for the exact test"  # and the interval is an approximation
+            # And the interval is an approximation
+            said += ": too few questions differ for the exact test"
         seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
-        over = seeds if self.over_seeds is not None else f"{len(_shared(self.a, self.b))} shared questions"
+        over = (
+            seeds
+            if self.over_seeds is not None
+            else (f"{len(_shared(self.a, self.b))} shared questions")
+        )
         p = f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
         return (
-            f"{_name(self.a, self.b)} on {self.source}: {shown(self.difference, self.is_score, '+')}{unit} "
+            f"{_name(self.a, self.b)} on {self.source}: "
+            f"{shown(self.difference, self.is_score, '+')}{unit} "
             f"({over}{p}): {said}"
         )
 
 
 def compared(groups: Sequence[Group]) -> list[Compared]:
-    """Compare every experiment that may be with the first one, on each data source; p is Holm's over all of them."""
+    """Compare every experiment that may be with the first one, on each data source; p is Holm's
+    over all of them."""
     pairs = [
         (source, same[0], other)
         for group in groups[1:]
@@ -144,14 +178,21 @@ def compared(groups: Sequence[Group]) -> list[Compared]:
         if same[0].group is groups[0]
         for other in same[1:]
     ]
-    by_question = {i: question_p(a.questions, b.questions) for i, (_, a, b) in enumerate(pairs) if _shared(a, b)}
-    over_seeds = {i: p for i, (_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None}
+    by_question = {
+        i: question_p(a.questions, b.questions)
+        for i, (_, a, b) in enumerate(pairs)
+        if _shared(a, b)
+    }
+    over_seeds = {
+        i: p for i, (_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None
+    }
     by_question, over_seeds = holm(by_question), holm(over_seeds)
     return [Compared(*pair, by_question.get(i), over_seeds.get(i)) for i, pair in enumerate(pairs)]
 
 
 def why_not_compared(a: Group, b: Group) -> str:
-    """Return why a difference of two experiments would not be one of their policies; '' where it would be."""
+    """Return why a difference of two experiments would not be one of their policies; '' where it
+    would be."""
     reasons = []
     if _scorer(a) != _scorer(b):
         reasons.append(f"scored by different functions ({_scorer(a)}; {_scorer(b)})")
@@ -160,17 +201,26 @@ def why_not_compared(a: Group, b: Group) -> str:
         reasons.append(f"decoded differently ({ours}; {theirs})")
     files, files_too = _validation_files(a), _validation_files(b)
     if files and files_too and files != files_too:
-        reasons.append("evaluated on different files (SHA-256 in the manifests), where one uid may be two questions")
+        reasons.append(
+            "evaluated on different files (SHA-256 in the manifests), where one uid "
+            "may be two questions"
+        )
     return "; ".join(reasons)
 
 
 def _scorer(group: Group) -> str:
-    """Return in words what scored: a user's function with its hash, or this repository's scorers with their options."""
-    config, names = group[0].config, ("custom_reward_function.", "reward_model.reward_kwargs", "reward_model.enable")
+    """Return in words what scored: a user's function with its hash, or this repository's scorers
+    with their options."""
+    config, names = (
+        group[0].config,
+        ("custom_reward_function.", "reward_model.reward_kwargs", "reward_model.enable"),
+    )
     path = config.get("custom_reward_function.path")
     sha = ", ".join(each[:12] for each in group[0].hashes_of(path)) if path else ""
     function = f"{path}:{config.get('custom_reward_function.name')}" if path else "by data source"
-    options = {k: v for k, v in config.items() if k.startswith(names) and v not in (None, {}, False)}
+    options = {
+        k: v for k, v in config.items() if k.startswith(names) and v not in (None, {}, False)
+    }
     for name in ("path", "name"):
         options.pop(f"custom_reward_function.{name}", None)
     told = [f"{key}={value}" for key, value in sorted(options.items())]
@@ -178,7 +228,8 @@ def _scorer(group: Group) -> str:
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
-    """Return a line a comparison with the first experiment: the difference, its interval and what it says."""
+    """Return a line a comparison with the first experiment: the difference, its interval and what
+    it says."""
     pairs, lines = compared(groups), []
     for group in groups[1:]:
         why = why_not_compared(groups[0], group)
@@ -190,7 +241,8 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
 
 
 def comparison(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield every experiment against the first one: by question, and over seeds where both have several."""
+    """Yield every experiment against the first one: by question, and over seeds where both have
+    several."""
     pairs = compared(groups)
     yield Heading("Comparison")
     if not pairs:
@@ -199,18 +251,25 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
     rows = []
     for each in pairs:
         a, b, is_score = each.a, each.b, each.is_score
-        paired = change(paired_comparison(a.questions, b.questions), is_score) if _shared(a, b) else ""
+        paired = (
+            change(paired_comparison(a.questions, b.questions), is_score) if _shared(a, b) else ""
+        )
         several = min(len(a.seeds), len(b.seeds)) > 1
         welch = shown(welch_interval(a.seeds, b.seeds), is_score, "+") if several else ""
         p = [_p(each.by_question), _p(each.over_seeds)]
-        rows.append([_name(a, b), each.source, _count(a, b), paired, p[0], welch, p[1], each.verdict])
+        rows.append(
+            [_name(a, b), each.source, _count(a, b), paired, p[0], welch, p[1], each.verdict]
+        )
     header = ["difference", "evaluated on", "shared questions", "by question, paired", "p"]
     yield Table([*header, "over seeds, Welch", "p", "verdict"], rows)
     yield Text(
-        "Accuracy in points, other scores as they are, with 95 % intervals. The paired interval is over questions for "
+        "Accuracy in points, other scores as they are, with 95 % intervals. The paired interval "
+        "is over questions for "
         "these very policies; what "
-        "another seed would give is the interval over seeds, which needs at least two seeds on both sides. A verdict "
-        f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are several. By question p is "
+        "another seed would give is the interval over seeds, which needs at least two seeds on "
+        "both sides. A verdict "
+        f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are "
+        f"several. By question p is "
         "McNemar's exact test, or a randomization test where few questions differ."
     )
     for each in pairs:
@@ -251,19 +310,26 @@ def _validation_files(group: Group) -> frozenset[str]:
 
 
 def _flipped(source: str, a: Side, b: Side) -> Iterator[Block]:
-    """Yield the questions on which the sides differ, with both answers where both runs kept their texts."""
+    """Yield the questions on which the sides differ, with both answers where both runs kept their
+    texts."""
     found = flips({uid: a.questions[uid] for uid in _shared(a, b)}, b.questions)
     if found:
         texts = [_last_answers(side.group, source, found) for side in (a, b)]
-        yield flip_table(f"{_name(a, b)}, {source}", found, (name_of(a.group), name_of(b.group)), texts)
+        yield flip_table(
+            f"{_name(a, b)}, {source}", found, (name_of(a.group), name_of(b.group)), texts
+        )
 
 
 def _last_answers(group: Group, source: str, found: Sequence[Flip]) -> dict[str, Row]:
-    """Return the kept answers of the last validation; of several seeds, the first that kept a question's."""
+    """Return the kept answers of the last validation; of several seeds, the first that kept a
+    question's."""
     rows: dict[str, Row] = {}
     for run in group:
         if run.validation:
-            rows = {**answers(run, max(run.validation), source, [flip.uid for flip in found]), **rows}
+            rows = {
+                **answers(run, max(run.validation), source, [flip.uid for flip in found]),
+                **rows,
+            }
     return rows
 
 
@@ -272,13 +338,22 @@ def flipped_in_run(run: RecordedRun) -> Iterator[Block]:
     first, last = min(run.validation, default=0), max(run.validation, default=0)
     for source, after in run.accuracy_at(last).items() if first < last else ():
         if found := flips(run.accuracy_at(first).get(source, {}), after):
-            texts = [answers(run, step, source, [flip.uid for flip in found]) for step in (first, last)]
-            yield flip_table(f"{run.name}, {source}", found, (f"step {first}", f"step {last}"), texts)
+            texts = [
+                answers(run, step, source, [flip.uid for flip in found]) for step in (first, last)
+            ]
+            yield flip_table(
+                f"{run.name}, {source}", found, (f"step {first}", f"step {last}"), texts
+            )
 
 
-def flip_table(title: str, found: Sequence[Flip], names: tuple[str, str], texts: Sequence[Mapping[str, Row]]) -> Block:
-    """Return a folded table of the flips, those with both texts first; worse and better ones alternate."""
-    worse, better = ([flip for flip in found if (flip.b > flip.a) is rose] for rose in (False, True))
+def flip_table(
+    title: str, found: Sequence[Flip], names: tuple[str, str], texts: Sequence[Mapping[str, Row]]
+) -> Block:
+    """Return a folded table of the flips, those with both texts first; worse and better ones
+    alternate."""
+    worse, better = (
+        [flip for flip in found if (flip.b > flip.a) is rose] for rose in (False, True)
+    )
     mixed = [flip for pair in itertools.zip_longest(worse, better) for flip in pair if flip]
     mixed.sort(key=lambda flip: -sum(flip.uid in text for text in texts))
     rows = []

@@ -19,7 +19,11 @@ SMOOTHED_BEYOND = 60  # steps
 
 # title, {metric: its label}, note
 PANELS = (
-    ("Reward", {"critic/rewards/mean": "trained on", "critic/score/mean": "scorer's"}, "mean over the step's samples"),
+    (
+        "Reward",
+        {"critic/rewards/mean": "trained on", "critic/score/mean": "scorer's"},
+        "mean over the step's samples",
+    ),
     ("Accuracy on training prompts", {"reward/acc/mean": ""}, ""),
     ("Response length", {"response_length/mean": ""}, "tokens"),
     ("Truncated responses", {"response_length/clip_ratio": ""}, "share"),
@@ -27,10 +31,18 @@ PANELS = (
     ("Entropy", {"actor/entropy": ""}, "nats a token"),
     (
         "Clip fractions",
-        {"actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "dual clip", "critic/vf_clipfrac": "value"},
+        {
+            "actor/pg_clipfrac": "policy",
+            "actor/pg_clipfrac_lower": "dual clip",
+            "critic/vf_clipfrac": "value",
+        },
         "share of tokens",
     ),
-    ("Gradient norm", {"actor/grad_norm": "policy", "critic/grad_norm": "critic"}, "before clipping"),
+    (
+        "Gradient norm",
+        {"actor/grad_norm": "policy", "critic/grad_norm": "critic"},
+        "before clipping",
+    ),
     (
         "KL",
         {
@@ -61,16 +73,22 @@ def panels(groups: Sequence[Group]) -> list[Curves]:
 
 
 def curves(shown: Sequence[Curves]) -> Iterator[Block]:
-    """Yield the heading, a note on how to read the curves, the panels, and the values that never change."""
+    """Yield the heading, a note on how to read the curves, the panels, and the values that never
+    change."""
     yield Heading("Curves")
     yield Text(
-        "A faint line is one seed, or the single steps; the strong line over it is the mean over seeds and, in curves "
-        f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals over questions."
+        "A faint line is one seed, or the single steps; the strong line over it is the mean over "
+        "seeds and, in curves "
+        f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals "
+        f"over questions."
     )
     flat = {panel.title: one for panel in shown if (one := _constant(panel)) is not None}
     yield Gallery([panel for panel in shown if panel.title not in flat])
     if flat:
-        yield Text(f"The same at every step: {', '.join(f'{title} {one:.4g}' for title, one in flat.items())}.")
+        yield Text(
+            f"The same at every step: "
+            f"{', '.join(f'{title} {one:.4g}' for title, one in flat.items())}."
+        )
 
 
 def _constant(panel: Curves) -> float | None:
@@ -91,18 +109,25 @@ def _mean_line(lines: Sequence[Line]) -> Line:
 def _running_mean(line: Line) -> Line:
     """Return the mean over a thirtieth of the curve around each step."""
     reach = max(1, len(line.steps) // 60)
-    values = [statistics.fmean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
+    values = [
+        statistics.fmean(line.values[max(0, i - reach) : i + reach + 1])
+        for i in range(len(line.values))
+    ]
     return replace(line, values=values)
 
 
 def _with_mean(lines: Sequence[Line]) -> list[Line]:
-    """Return a short single line as it is; several seeds, or a long curve, faint under their mean."""
+    """Return a short single line as it is; several seeds, or a long curve, faint under their
+    mean."""
     lines = [line for line in lines if line.steps]
     long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
     if not lines or (len(lines) == 1 and not long):
         return lines
     mean = _mean_line(lines)
-    return [*(replace(line, label="", faint=True) for line in lines), _running_mean(mean) if long else mean]
+    return [
+        *(replace(line, label="", faint=True) for line in lines),
+        _running_mean(mean) if long else mean,
+    ]
 
 
 def _label(groups: Sequence[Group], group: Group, part: str) -> str:
@@ -110,8 +135,12 @@ def _label(groups: Sequence[Group], group: Group, part: str) -> str:
     return ", ".join(word for word in (name, part) if word)
 
 
-def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str) -> Curves | None:
-    present = {m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)}
+def _metric_panel(
+    groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str
+) -> Curves | None:
+    present = {
+        m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)
+    }
     if title == "Reward" and len(present) == 2:
         reward, score = metrics
         if all(run.series(reward) == run.series(score) for group in groups for run in group):
@@ -127,43 +156,77 @@ def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str
 
 def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
     lines: list[Line] = []
-    sources = list(dict.fromkeys(source for group in groups for run in group for source in run.points()))
+    sources = list(
+        dict.fromkeys(source for group in groups for run in group for source in run.points())
+    )
     for at, group in enumerate(groups):
         for variant, source in enumerate(sources):
             label = _label(groups, group, source if len(sources) > 1 else "")
-            same = [_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group]
+            same = [
+                _accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group
+            ]
             lines += _with_mean(same)
-    note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
+    note = (
+        "held-out, 95 % interval"
+        if all(len(g) == 1 for g in groups)
+        else ("held-out, mean over seeds")
+    )
     scored = any(source in run.scored for group in groups for run in group for source in sources)
     if scored:
         return Curves("Validation score", lines, note=note) if lines else None
-    return Curves("Validation accuracy", [_percent(line) for line in lines], note=f"%, {note}") if lines else None
+    return (
+        Curves("Validation accuracy", [_percent(line) for line in lines], note=f"%, {note}")
+        if lines
+        else None
+    )
 
 
 def _percent(line: Line) -> Line:
-    low, high = ([100 * one for one in each] if each is not None else None for each in (line.low, line.high))
+    low, high = (
+        [100 * one for one in each] if each is not None else None for each in (line.low, line.high)
+    )
     return replace(line, values=[100 * value for value in line.values], low=low, high=high)
 
 
-def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
+def _accuracy_line(
+    run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool
+) -> Line:
     points = [p for p in run.points().get(source, []) if p.name.startswith("mean@")]
     estimates = [p.estimate for p in points]
     bounded = interval and all(e.low is not None for e in estimates)
-    low, high = ([e.low for e in estimates], [e.high for e in estimates]) if bounded else (None, None)
-    return Line(label, [p.step for p in points], [e.value for e in estimates], group, variant, low=low, high=high)
+    low, high = (
+        ([e.low for e in estimates], [e.high for e in estimates]) if bounded else (None, None)
+    )
+    return Line(
+        label,
+        [p.step for p in points],
+        [e.value for e in estimates],
+        group,
+        variant,
+        low=low,
+        high=high,
+    )
 
 
 def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
-    """Return mean seconds of each part of a step over the seeds, for the steps that all of them have."""
-    rows = [{row["step"]: found for row in run.metrics if (found := time_parts(row))} for run in group]
+    """Return mean seconds of each part of a step over the seeds, for the steps that all of them
+    have."""
+    rows = [
+        {row["step"]: found for row in run.metrics if (found := time_parts(row))} for run in group
+    ]
     steps = sorted(set.intersection(*(set(table) for table in rows)))
     names = dict.fromkeys(name for table in rows for found in table.values() for name in found)
     if not steps or list(names) == [REST]:
         return None
-    seconds = {n: [statistics.fmean(table[step].get(n, 0.0) for table in rows) for step in steps] for n in names}
+    seconds = {
+        n: [statistics.fmean(table[step].get(n, 0.0) for table in rows) for step in steps]
+        for n in names
+    }
     whole = sum(map(sum, seconds.values()))
     largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
-    note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
+    note = " ".join(
+        ["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]
+    ).strip()
     colours = [*PARTS, REST]  # a phase has one colour in every chart
     kept = [name for name in largest if sum(seconds[name]) > 0.005 * whole]
     shown = [Line(name, steps, seconds[name], colours.index(name)) for name in kept]
@@ -174,7 +237,8 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
 
 
 def learning_curve(groups: Sequence[Group]) -> str:
-    """Return an SVG file of held-out accuracy by step: a faint line a seed, a strong one for their mean."""
+    """Return an SVG file of held-out accuracy by step: a faint line a seed, a strong one for their
+    mean."""
     lines: list[Line] = []
     for at, group in enumerate(groups):
         seeds = [_accuracies(run) for run in group]
@@ -185,7 +249,8 @@ def learning_curve(groups: Sequence[Group]) -> str:
     title = "Held-out accuracy in percent by step: one faint line a seed, a strong one for the mean"
     svg, _ = draw(Curves(title, [_percent(line) for line in lines]), 0, ground="white")
     end = svg.index(">") + 1
-    return f'{svg[:end]}<rect width="100%" height="100%" fill="#ffffff"/>{svg[end:]}\n'  # legible on a dark page too
+    # Legible on a dark page too
+    return f'{svg[:end]}<rect width="100%" height="100%" fill="#ffffff"/>{svg[end:]}\n'
 
 
 def _accuracies(run: RecordedRun) -> dict[float, float]:

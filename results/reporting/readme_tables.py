@@ -1,6 +1,8 @@
-"""Tables of results: in a report, in ``results/README.md`` and in the top README, all made from run summaries.
+"""Tables of results: in a report, in ``results/README.md`` and in the top README, all made from run
+summaries.
 
-No number in them is typed: a test generates the two READMEs again from the committed folders and compares.
+No number in them is typed: a test generates the two READMEs again from the committed folders and
+compares.
 """
 
 from __future__ import annotations
@@ -36,7 +38,18 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
 CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
-FACTS = ("experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
+FACTS = (
+    "experiment",
+    "estimator",
+    "loss",
+    "evaluated on",
+    "metric",
+    "questions",
+    "seeds",
+    "before",
+    "after",
+    "steps",
+)
 SETTING = ("decoding", "model", "command")
 
 
@@ -68,10 +81,15 @@ class Experiment:
         return [result[when]["estimate"]["value"] for result in self.results if result[when]]
 
     def text(self, when: str) -> str:
-        """Return the mean over several seeds, or one run's accuracy with its interval; '' if not measured."""
+        """Return the mean over several seeds, or one run's accuracy with its interval; '' if not
+        measured."""
         if len(self.results) > 1:
             values = self.values(when)
-            return shown(seed_interval(values), self.is_score) if len(values) == len(self.results) else ""
+            return (
+                shown(seed_interval(values), self.is_score)
+                if len(values) == len(self.results)
+                else ""
+            )
         return _point(self.results[0], when, self.is_score)
 
     @property
@@ -79,10 +97,15 @@ class Experiment:
         before = f"{self.text('before')} → " if self.text("before") else ""
         seeds = f", {len(self.runs)} seeds" if len(self.runs) > 1 else ""
         result = self.results[0]
-        details = [f"{self.metric}, {result['questions']} questions, step {result['after']['step']}{seeds}"]
+        details = [
+            f"{self.metric}, {result['questions']} questions, step {result['after']['step']}{seeds}"
+        ]
         details += sorted({run["status"] for run in self.runs} - {"finished"})
         what, unit = ("score", "") if self.is_score else ("accuracy", " %")
-        return f"{self.name}: {what} on {self.source} {before}{self.text('after')}{unit} ({'; '.join(details)})"
+        return (
+            f"{self.name}: {what} on {self.source} {before}{self.text('after')}{unit} "
+            f"({'; '.join(details)})"
+        )
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
@@ -92,7 +115,9 @@ def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
         by_metric: dict[tuple[str, str], list[tuple[Summary, Mapping[str, Any]]]] = {}
         for summary in group:
             for result in summary["results"]:
-                by_metric.setdefault((result["data_source"], result["metric"]), []).append((summary, result))
+                by_metric.setdefault((result["data_source"], result["metric"]), []).append(
+                    (summary, result)
+                )
         found += [Experiment(*zip(*pairs, strict=True)) for pairs in by_metric.values()]
     return found
 
@@ -102,7 +127,11 @@ def _point(result: Mapping[str, Any], when: str, is_score: bool) -> str:
 
 
 def _change(paired: Mapping[str, Any] | None, is_score: bool) -> str:
-    return change(Paired(**{**paired, "difference": Estimate(**paired["difference"])}), is_score) if paired else ""
+    return (
+        change(Paired(**{**paired, "difference": Estimate(**paired["difference"])}), is_score)
+        if paired
+        else ""
+    )
 
 
 # --- tables ---
@@ -115,7 +144,9 @@ def experiment_table(summaries: Sequence[Summary]) -> Table:
 
 def indexed_table(found: Sequence[Experiment], verified: Sequence[Mapping[str, str]]) -> Table:
     """Return the table of experiments with the evidence of each."""
-    rows = [[*_facts(each), evidence(each.name, each.runs, verified), *_setting(each)] for each in found]
+    rows = [
+        [*_facts(each), evidence(each.name, each.runs, verified), *_setting(each)] for each in found
+    ]
     return Table([*FACTS, "evidence", *SETTING], rows)
 
 
@@ -134,7 +165,8 @@ def _setting(each: Experiment) -> list[str]:
 def short_command(command: str) -> str:
     """Return the command as one would type it: the preset's script if there is one.
 
-    It lacks the backend, and the seed where that is the default, which an experiment's first run has.
+    It lacks the backend, and the seed where that is the default, which an experiment's first run
+    has.
     """
     _, _, line = command.partition(" -m ")
     module, *words = line.split() or [command]
@@ -148,30 +180,56 @@ def short_command(command: str) -> str:
     if kind in LAB_TASKS and "--" in words:  # their script gives what stands before --
         given = words[words.index("--") + 1 :]
         own = re.compile(rf"trainer\.experiment_name=lab-{kind}-seed\d+")
-        return " ".join(["bash recipes/lab/run_lab.sh", kind, *(word for word in given if not own.fullmatch(word))])
+        return " ".join(
+            [
+                "bash recipes/lab/run_lab.sh",
+                kind,
+                *(word for word in given if not own.fullmatch(word)),
+            ]
+        )
     return " ".join([f"python -m {module}" if line else module, *words])
 
 
 def run_table(
-    summaries: Sequence[Summary], linked: bool = False, verified: Sequence[Mapping[str, str]] | None = None
+    summaries: Sequence[Summary],
+    linked: bool = False,
+    verified: Sequence[Mapping[str, str]] | None = None,
 ) -> Table:
-    """Return a line for each accuracy of each run; its last column is the evidence where ``verified`` is given.
+    """Return a line for each accuracy of each run; its last column is the evidence where
+    ``verified`` is given.
 
     A run without a validation has a line, too, which says so.
     """
-    header = ["run", "seed", "status", "evaluated on", "metric", "before", "after", "change by question", "curve"]
+    header = [
+        "run",
+        "seed",
+        "status",
+        "evaluated on",
+        "metric",
+        "before",
+        "after",
+        "change by question",
+        "curve",
+    ]
     rows = []
     for summary in summaries:
         name = summary["name"]
         for result in summary["results"] or [None]:
-            cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
+            cells = [
+                f"[{name}]({name}/)" if linked else name,
+                str(summary["seed"]),
+                summary["status"],
+            ]
             if result is None:
                 cells += ["no validation", *[""] * 5]
             else:
                 is_score = result["data_source"] in summary.get("scored", ())
                 before, after = (_point(result, when, is_score) for when in ("before", "after"))
                 cells += [result["data_source"], result["metric"], before, after]
-                cells += [_change(result["change"], is_score), sparkline([value for _, value in result["curve"]])]
+                cells += [
+                    _change(result["change"], is_score),
+                    sparkline([value for _, value in result["curve"]]),
+                ]
             last = summary["commit"] if verified is None else evidence(name, [summary], verified)
             base = (summary.get("base") or NOT_RECORDED)[:12]
             rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last, base])
@@ -190,34 +248,49 @@ def render(results: Path) -> str:
     found = experiments(summaries)
     verified = references["verified"]
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
-    several, single = ([one for one in found if (len(one.runs) > 1) is many] for many in (True, False))
+    several, single = (
+        [one for one in found if (len(one.runs) > 1) is many] for many in (True, False)
+    )
     parts = [
         "# Results",
-        "Generated by `python -m results.report --index` from the folders beside this file; not edited by hand.",
-        "Accuracies are percentages, taken at the last validation of a run, never at the best one. Square brackets "
-        "hold 95 % intervals: over seeds (Student, cut at 0 and 100), after the sample standard deviation (±), where "
+        "Generated by `python -m results.report --index` from the folders beside this file; not "
+        "edited by hand.",
+        "Accuracies are percentages, taken at the last validation of a run, never at the best "
+        "one. Square brackets "
+        "hold 95 % intervals: over seeds (Student, cut at 0 and 100), after the sample standard "
+        "deviation (±), where "
         "there are several, over questions (Wilson, a question is one cluster) where there is one.",
-        "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run came out inside its "
-        "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the command that would "
+        "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run "
+        "came out inside its "
+        "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the "
+        "command that would "
         "produce it.",
         "## Experiments",
-        markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
+        markdown_table(indexed_table(several, verified))
+        if several
+        else "None of several seeds was published yet.",
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
-        "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`. "
-        "Ablations, with the numbers of their seeds: [dapo](dapo/ablation.md), [search_r1](search_r1/ablation.md), and "
+        "Curves, samples and settings, or a comparison of runs: `python -m results.report "
+        "results/<recipe>/<run> ...`. "
+        "Ablations, with the numbers of their seeds: [dapo](dapo/ablation.md), "
+        "[search_r1](search_r1/ablation.md), and "
         "estimators and losses on one task: [lab](lab/ablation.md).",
         "## Reported elsewhere",
-        "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "
-        "all of the row's questions, and has the settings that `references.yaml` names for the row. Paths of training "
+        "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was "
+        "validated at its end on "
+        "all of the row's questions, and has the settings that `references.yaml` names for the "
+        "row. Paths of training "
         "data are not compared. Differences are in points.",
         markdown_table(reference_table(references, named)),
         *(_section("### By data set", set_table(references, named))),
         *(_section("### Runs that name a row and differ", differing_table(named))),
         *(_section("### Not to be reproduced from what was published", closed_table(references))),
         "\n".join(remarks(references)),
-        "A reported number is one validation of one run. Its interval is the noise of one question set of that size "
-        "(Wilson; of several answers a question an upper bound), and does not hold what another seed would change.",
+        "A reported number is one validation of one run. Its interval is the noise of one "
+        "question set of that size "
+        "(Wilson; of several answers a question an upper bound), and does not hold what another "
+        "seed would change.",
         "Source tags:",
         tags,
     ]
@@ -229,7 +302,8 @@ def _section(title: str, table: Table) -> list[str]:
 
 
 def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
-    """Return the finished experiments of HEADLINE_SEEDS seeds or more, each on its last, hardest data source."""
+    """Return the finished experiments of HEADLINE_SEEDS seeds or more, each on its last, hardest
+    data source."""
     last = {
         each.name: each
         for each in experiments(summaries)
@@ -252,9 +326,12 @@ def headline_table(summaries: Sequence[Summary]) -> Table:
 
 
 def render_curve(results: Path) -> str:
-    """Return the picture of the headlines: each recipe's own lab, and the real model, a colour each."""
+    """Return the picture of the headlines: each recipe's own lab, and the real model, a colour
+    each."""
     found = [each for each in headlines(read_summaries(results)) if "/lab-" not in each.name]
-    return learning_curve([[load_run(results / run["recipe"] / run["run"]) for run in each.runs] for each in found])
+    return learning_curve(
+        [[load_run(results / run["recipe"] / run["run"]) for run in each.runs] for each in found]
+    )
 
 
 def render_block(results: Path) -> str:
@@ -271,9 +348,13 @@ def with_block(readme: str, block: str) -> str | None:
 
 
 def update(results: Path, check: bool = False) -> int:
-    """Write the generated files, or compare them with ``check``; return 1 where a check found a difference, else 0."""
+    """Write the generated files, or compare them with ``check``; return 1 where a check found a
+    difference, else 0."""
     wanted = {results / "README.md": render(results)}
-    wanted |= {path.with_name(PAGE): render_ablations(path.parent) for path in sorted(results.glob(f"*/{NUMBERS}"))}
+    wanted |= {
+        path.with_name(PAGE): render_ablations(path.parent)
+        for path in sorted(results.glob(f"*/{NUMBERS}"))
+    }
     if headlines(read_summaries(results)):
         wanted[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"
@@ -281,10 +362,17 @@ def update(results: Path, check: bool = False) -> int:
         old = readme.read_text(encoding="utf-8")
         text = with_block(old, render_block(results))
         if text is None:
-            print(f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there", file=sys.stderr)
+            print(
+                f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there",
+                file=sys.stderr,
+            )
         else:
             wanted[readme] = text
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in wanted.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     for path in stale:
         if check:
             print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)

@@ -1,8 +1,10 @@
-"""The numbers that papers report, each beside the runs here that name it, or with the command that would measure it.
+"""The numbers that papers report, each beside the runs here that name it, or with the command that
+would measure it.
 
-A run names a row of ``results/references.yaml`` by ``trainer.reference``. It stands beside the row's number only if it
-is finished, was validated at its end on all of the row's questions, and has the settings that the row names; a row's
-own departures are allowed and shown. What else names a row is listed with the reasons.
+A run names a row of ``results/references.yaml`` by ``trainer.reference``. It stands beside the
+row's number only if it is finished, was validated at its end on all of the row's questions, and has
+the settings that the row names; a row's own departures are allowed and shown. What else names a row
+is listed with the reasons.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ VERIFIED = "verified.yaml"  # of results/; the tests that repeat published runs 
 
 
 def read_references(results: Path) -> Mapping[str, Any]:
-    """Return ``references.yaml`` of a results folder, with what its ``verified.yaml`` names under ``verified``."""
+    """Return ``references.yaml`` of a results folder, with what its ``verified.yaml`` names under
+    ``verified``."""
     record = results / VERIFIED
     verified = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else None
-    return {**yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8")), "verified": verified or []}
+    return {
+        **yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8")),
+        "verified": verified or [],
+    }
 
 
 def sources(row: Row) -> list[str]:
@@ -41,11 +47,12 @@ def sources(row: Row) -> list[str]:
 
 
 def reported(row: Row, source: str | None = None) -> Estimate:
-    """Return a row's number, or its number of one data set, with the 95 % interval of its number of questions.
+    """Return a row's number, or its number of one data set, with the 95 % interval of its number of
+    questions.
 
-    Wilson's interval of one answer a question: of several answers a question it is an upper bound of their noise. The
-    variances of the data sets add up in the interval of their mean. It has no bounds where the number of questions is
-    not known. What another seed would change is not in it.
+    Wilson's interval of one answer a question: of several answers a question it is an upper bound
+    of their noise. The variances of the data sets add up in the interval of their mean. It has no
+    bounds where the number of questions is not known. What another seed would change is not in it.
     """
     if source is None and "values" in row:
         mean = macro_average([reported(row, one) for one in row["values"]])
@@ -64,7 +71,8 @@ MODEL = "actor_rollout_ref.model.path"
 
 @dataclass(frozen=True)
 class Departure:
-    """A setting that differs from the row's. ``why`` is the row's reason to allow it, None where it does not."""
+    """A setting that differs from the row's. ``why`` is the row's reason to allow it, None where it
+    does not."""
 
     key: str
     here: Any
@@ -76,9 +84,14 @@ class Departure:
 
 
 def departures(row: Row, recipe: str, flat: Mapping[str, Any]) -> list[Departure]:
-    """Return what differs from the row, in the row's order. ``flat`` is a configuration as flat key -> value."""
+    """Return what differs from the row, in the row's order. ``flat`` is a configuration as flat key
+    -> value."""
     departed = [] if recipe == row["recipe"] else [Departure("the recipe", recipe, row["recipe"])]
-    allowed = {(one["key"], _plain(one["here"])): one["why"] for one in row.get("departures", ()) if "key" in one}
+    allowed = {
+        (one["key"], _plain(one["here"])): one["why"]
+        for one in row.get("departures", ())
+        if "key" in one
+    }
     for key, there in {MODEL: row["model"], **row.get("settings", {})}.items():
         here = flat.get(key)
         if _plain(here) != _plain(there):
@@ -97,7 +110,8 @@ def unknown(name: str) -> str:
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A published run that names a row. ``reasons`` keep it from standing beside the row's number."""
+    """A published run that names a row. ``reasons`` keep it from standing beside the row's
+    number."""
 
     summary: Summary
     row: Row
@@ -113,12 +127,15 @@ class NamedRun:
 
     @property
     def macro(self) -> Estimate:
-        """The mean over the row's data sets; the variances of the sets' means add up in its interval."""
+        """The mean over the row's data sets; the variances of the sets' means add up in its
+        interval."""
         found = [self.accuracy(source) for source in sources(self.row)]
         return found[0] if len(found) == 1 else macro_average(found)
 
 
-def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
+def named_runs(
+    results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]
+) -> list[NamedRun]:
     """Return the runs that name a row.
 
     Raises:
@@ -127,25 +144,35 @@ def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[
     known = {row["id"]: row for row in references["references"]}
     naming = [one for one in summaries if "reference" in one]
     if strange := [one for one in naming if one["reference"] not in known]:
-        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange])
+        raise InputError(
+            [f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange]
+        )
     found = []
     for summary in naming:
         row = known[summary["reference"]]
         file = results / summary["recipe"] / summary["run"] / "config.yaml"
         config = flatten(read_yaml(file.read_text(encoding="utf-8")))
         differing = departures(row, summary["recipe"], config)
-        reasons = [*(str(one) for one in differing if one.why is None), *_incomplete(row, summary, config)]
-        found.append(NamedRun(summary, row, [one for one in differing if one.why is not None], reasons))
+        reasons = [
+            *(str(one) for one in differing if one.why is None),
+            *_incomplete(row, summary, config),
+        ]
+        found.append(
+            NamedRun(summary, row, [one for one in differing if one.why is not None], reasons)
+        )
     return found
 
 
 def _result(row: Row, summary: Summary, source: str) -> Mapping[str, Any] | None:
     metric = row.get("metric", "mean@1")
-    return next((r for r in summary["results"] if (r["data_source"], r["metric"]) == (source, metric)), None)
+    return next(
+        (r for r in summary["results"] if (r["data_source"], r["metric"]) == (source, metric)), None
+    )
 
 
 def _incomplete(row: Row, summary: Summary, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a run lacks of an accuracy at the end of a finished run, on all of the row's questions."""
+    """Yield what a run lacks of an accuracy at the end of a finished run, on all of the row's
+    questions."""
     if summary["status"] != "finished":
         yield f"its status is {summary['status']}"
     at_the_end = summary["steps"] == config.get("trainer.total_training_steps")
@@ -182,7 +209,9 @@ class Measured:
 
 
 def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
-    entering = {id(run.summary): run for run in runs if run.row["id"] == row["id"] and not run.reasons}
+    entering = {
+        id(run.summary): run for run in runs if run.row["id"] == row["id"] and not run.reasons
+    }
     groups = grouped_summaries([run.summary for run in entering.values()])
     return [Measured([entering[id(summary)] for summary in group]) for group in groups]
 
@@ -193,12 +222,30 @@ def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
 def _known(row: Row) -> list[str]:
     found = sources(row)
     where = found[0] if len(found) == 1 else f"mean of {len(found)} data sets"
-    return [row["id"], row["method"], row["model"], where, percent(reported(row)), f"{row['source']} [{row['tag']}]"]
+    return [
+        row["id"],
+        row["method"],
+        row["model"],
+        where,
+        percent(reported(row)),
+        f"{row['source']} [{row['tag']}]",
+    ]
 
 
 def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
-    """Return what others report, with its source, beside what was measured here or the command that would."""
-    header = ["row", "method", "model", "evaluated on", "reported", "source", "here", "difference", "departures"]
+    """Return what others report, with its source, beside what was measured here or the command that
+    would."""
+    header = [
+        "row",
+        "method",
+        "model",
+        "evaluated on",
+        "reported",
+        "source",
+        "here",
+        "difference",
+        "departures",
+    ]
     rows = []
     for row in references["references"]:
         if "not_reproducible" in row:
@@ -208,7 +255,10 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
             estimate = each.accuracy()
             used = dict.fromkeys(f"{one} ({one.why})" for run in each.runs for one in run.allowed)
             used |= dict.fromkeys(one["what"] for one in row.get("departures", ()) if "what" in one)
-            cells = [f"{percent(estimate)} ({each.name})", f"{100 * estimate.value - row['value']:+.1f}"]
+            cells = [
+                f"{percent(estimate)} ({each.name})",
+                f"{100 * estimate.value - row['value']:+.1f}",
+            ]
             summaries = [run.summary for run in each.runs]
             support = evidence(each.name, summaries, references["verified"])
             rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
@@ -218,29 +268,45 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
 
 
 def set_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
-    """Return reported and measured accuracies of rows of several data sets, a line a set; only of what was measured."""
+    """Return reported and measured accuracies of rows of several data sets, a line a set; only of
+    what was measured."""
     rows = []
     for row in references["references"]:
         for each in measured(row, runs) if "values" in row else ():
             for source, there in row["values"].items():
                 here = each.accuracy(source)
-                cells = [row["id"], each.name, source, percent(reported(row, source)), percent(here)]
+                cells = [
+                    row["id"],
+                    each.name,
+                    source,
+                    percent(reported(row, source)),
+                    percent(here),
+                ]
                 rows.append([*cells, f"{100 * here.value - there:+.1f}"])
     return Table(["row", "runs", "data set", "reported", "here", "difference"], rows)
 
 
 def differing_table(runs: Sequence[NamedRun]) -> Table:
-    rows = [[f"[{run.name}]({run.name}/)", run.row["id"], "; ".join(run.reasons)] for run in runs if run.reasons]
+    rows = [
+        [f"[{run.name}]({run.name}/)", run.row["id"], "; ".join(run.reasons)]
+        for run in runs
+        if run.reasons
+    ]
     return Table(["run", "row", "what keeps it out of the row"], rows)
 
 
 def closed_table(references: Mapping[str, Any]) -> Table:
-    rows = [[*_known(row), row["not_reproducible"]] for row in references["references"] if "not_reproducible" in row]
+    rows = [
+        [*_known(row), row["not_reproducible"]]
+        for row in references["references"]
+        if "not_reproducible" in row
+    ]
     return Table(["row", "method", "model", "evaluated on", "reported", "source", "why"], rows)
 
 
 def remarks(references: Mapping[str, Any]) -> list[str]:
-    """Return a line for each note and each departure that is a sentence, with the rows that have it."""
+    """Return a line for each note and each departure that is a sentence, with the rows that have
+    it."""
     found: dict[str, list[str]] = {}
     for row in references["references"]:
         texts = [row["note"]] if "note" in row else []

@@ -68,7 +68,8 @@ def read_yaml(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Point:
-    """An accuracy at a validation: ``name`` is ``mean@k``, ``pass@k`` or ``maj@k``, ``estimate.n`` counts questions."""
+    """An accuracy at a validation: ``name`` is ``mean@k``, ``pass@k`` or ``maj@k``, ``estimate.n``
+    counts questions."""
 
     step: int
     name: str
@@ -77,7 +78,8 @@ class Point:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A recorded run. ``config`` is flat; ``validation`` holds the records of the steps that were kept."""
+    """A recorded run. ``config`` is flat; ``validation`` holds the records of the steps that were
+    kept."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -123,10 +125,10 @@ class RecordedRun:
     def experiment(self) -> str:
         """A hash of what makes the experiment: runs that share it differ in their seeds only.
 
-        Keys that another version lacks count as their defaults, and keys that this version lacks as nothing, so that
-        seeds of several versions are one experiment.
-        Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
-        Files count by their content: a published copy has lost the folders of those outside the clone.
+        Keys that another version lacks count as their defaults, and keys that this version lacks as
+        nothing, so that seeds of several versions are one experiment. Keys of a critic or a
+        reference policy that the run does not have count as nothing: their defaults changed. Files
+        count by their content: a published copy has lost the folders of those outside the clone.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
         values, defaults = (
@@ -138,16 +140,28 @@ class RecordedRun:
         for key, default in defaults.items():
             value = values[key]
             paths = value if isinstance(value, list) else [value]
-            if key.startswith(DATA) and not drawn.search(str(value)) and any(map(self.hashes_of, paths)):
+            if (
+                key.startswith(DATA)
+                and not drawn.search(str(value))
+                and any(map(self.hashes_of, paths))
+            ):
                 values[key] = [self.hashes_of(path) or path for path in paths]
             elif value == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
         absent = () if values["critic.enable"] else ("critic.",)
-        if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
+        if not (
+            values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]
+        ):
             absent += ("actor_rollout_ref.ref.",)
-        decisive = {k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)}
+        decisive = {
+            k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)
+        }
         kept = {k: v for k, v in decisive.items() if recorded.role_of(k) != BOOKKEEPING}
-        shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
+        shared = {
+            k: v
+            for k, v in kept.items()
+            if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"
+        }
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         return hashlib.sha256(drawn.sub("seed-*", text).encode()).hexdigest()[:12]
 
@@ -163,7 +177,8 @@ class RecordedRun:
 
     @property
     def base(self) -> str | None:
-        """The SHA-256 of the weights that the policy started from; None where it is not recorded."""
+        """The SHA-256 of the weights that the policy started from; None where it is not
+        recorded."""
         return ((self.manifest.get("models") or {}).get("actor") or {}).get("sha256")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -179,22 +194,35 @@ class RecordedRun:
                 if match := ACCURACY.fullmatch(key):
                     source, name = match["source"], match["name"]
                     aux = f"val-aux/{source}"
-                    low, high = (row.get(f"{aux}/acc/{name}/{side}") for side in ("ci_low", "ci_high"))
-                    estimate = Estimate(row[key], low, high, int(row.get(f"{aux}/num_questions", 0)))
+                    low, high = (
+                        row.get(f"{aux}/acc/{name}/{side}") for side in ("ci_low", "ci_high")
+                    )
+                    estimate = Estimate(
+                        row[key], low, high, int(row.get(f"{aux}/num_questions", 0))
+                    )
                     found.setdefault(source, []).append(Point(int(row["step"]), name, estimate))
         return found
 
     @cached_property
     def scored(self) -> frozenset[str]:
-        """The data sources whose ``acc`` is a score and no accuracy: it is neither 0 nor 1 in some answer."""
-        keys = {key for row in self.metrics for key in row if key.startswith("val-aux/") and key.endswith("/acc/min")}
+        """The data sources whose ``acc`` is a score and no accuracy: it is neither 0 nor 1 in some
+        answer."""
+        keys = {
+            key
+            for row in self.metrics
+            for key in row
+            if key.startswith("val-aux/") and key.endswith("/acc/min")
+        }
         found = {key.removeprefix("val-aux/").removesuffix("/acc/min") for key in keys}
         records = (record for of_step in self.validation.values() for record in of_step)
-        found |= {record.data_source for record in records if not set(record.values["acc"]) <= {0.0, 1.0}}
+        found |= {
+            record.data_source for record in records if not set(record.values["acc"]) <= {0.0, 1.0}
+        }
         return frozenset(found)
 
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
-        """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
+        """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were
+        not kept."""
         return accuracy_by_question(self.validation.get(step, ()))
 
 
@@ -202,7 +230,8 @@ class RecordedRun:
 
 
 def run_copy(path: str) -> Path:
-    """Return a run folder as it is, and for a URL its copy here, without checkpoints. Raises InputError."""
+    """Return a run folder as it is, and for a URL its copy here, without checkpoints. Raises
+    InputError."""
     return Path(local_path(path, "RUN", without=("global_step_*",)))
 
 
@@ -240,10 +269,19 @@ def told_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def _part(path: Path, read: Callable[[Path], Item]) -> Item:
-    """Return what ``read`` makes of a file. Raises NotARun, which names it, where the file is not what it should be."""
+    """Return what ``read`` makes of a file. Raises NotARun, which names it, where the file is not
+    what it should be."""
     try:
         return read(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        csv.Error,
+    ) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise NotARun(f"{path}: damaged, so that the run cannot be shown ({why})") from error
 
@@ -259,9 +297,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not manifest["sessions"] or not isinstance(manifest.get("total_steps"), int | None):
         raise ValueError("it has no session, or total_steps is no number")
     for session in manifest["sessions"]:
-        known = {"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session["git"].keys()
+        known = {"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session[
+            "git"
+        ].keys()
         if not known or "command" not in session:
-            raise ValueError("a session has no command, no gpus under hardware, or no commit and dirty under git")
+            raise ValueError(
+                "a session has no command, no gpus under hardware, or no commit and dirty under git"
+            )
     return manifest
 
 
@@ -290,7 +332,8 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file, or of its compressed copy ``<path>.gz``; none where there is neither.
+    """Return the rows of a JSON Lines file, or of its compressed copy ``<path>.gz``; none where
+    there is neither.
 
     Raises:
         ValueError: a line is damaged, or the compressed copy is cut short.
@@ -299,7 +342,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if path.exists() or not packed.exists():
         return read_jsonl(path)
     try:
-        return [json.loads(line) for line in gzip.decompress(packed.read_bytes()).decode().splitlines()]
+        return [
+            json.loads(line) for line in gzip.decompress(packed.read_bytes()).decode().splitlines()
+        ]
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{packed}: not a whole gzip file ({error})") from error
 
@@ -321,7 +366,9 @@ def _read_csv(path: Path) -> list[dict[str, float]]:
 
 def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
     rows = [(row["step"], row) for row in read_rows(folder / "validation.jsonl")]
-    for path in sorted(one for one in (folder / "validation").glob("*.jsonl") if one.stem.isdecimal()):
+    for path in sorted(
+        one for one in (folder / "validation").glob("*.jsonl") if one.stem.isdecimal()
+    ):
         rows += [(int(path.stem), row) for row in read_jsonl(path)]
     by_step: dict[int, list[ValRecord]] = {}
     for step, row in sorted(rows, key=lambda pair: pair[0]):
@@ -329,7 +376,9 @@ def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
         if not isinstance(record.uid, str) or not isinstance(record.data_source, str):
             raise ValueError(f"step {step}: uid or data_source is no text")
         for name, values in record.values.items():
-            _check_numbers(((name, value) for value in values), f"step {step}, question {record.uid}")
+            _check_numbers(
+                ((name, value) for value in values), f"step {step}, question {record.uid}"
+            )
         by_step.setdefault(step, []).append(record)
     return by_step
 

@@ -1,8 +1,10 @@
-"""The report of recorded runs: what was learnt, curves, step times, comparison, samples, configuration, provenance.
+"""The report of recorded runs: what was learnt, curves, step times, comparison, samples,
+configuration, provenance.
 
-It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page; a finished lab run
-prints the shortest form of it in its terminal. The command is
-``results/report.py``; the tables over all published runs are in :mod:`results.reporting.readme_tables`.
+It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page; a
+finished lab run prints the shortest form of it in its terminal. The command is
+``results/report.py``; the tables over all published runs are in
+:mod:`results.reporting.readme_tables`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from results.reporting.readme_tables import experiment_table, experiments, run_t
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun
 from results.reporting.summaries import comparable, group_name, group_runs, hardware_of
 
-FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
+# Of the first table
+FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
 WIDTH = 100  # characters of a question or an answer in a terminal
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
 
@@ -51,20 +54,25 @@ def _yaml(value: Any) -> str:
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:
-    """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
+    """Return a line for each experiment and data source: accuracy before and after, interval,
+    questions."""
     found = experiments(_in_one_unit(runs))
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
-    return "\n".join(lines or ["no validation was recorded", *filter(None, map(_training_rewards, runs))])
+    return "\n".join(
+        lines or ["no validation was recorded", *filter(None, map(_training_rewards, runs))]
+    )
 
 
 def _in_one_unit(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return the runs' summaries: what is a score in one run stands beside no percentage of another."""
+    """Return the runs' summaries: what is a score in one run stands beside no percentage of
+    another."""
     scored = sorted(frozenset().union(*(run.scored for run in runs)))
     return [{**comparable(run), "scored": scored} for run in runs]
 
 
 def _training_rewards(run: RecordedRun) -> str:
-    """Return what a run shows without validation: the mean training reward of its first and last fifth of steps."""
+    """Return what a run shows without validation: the mean training reward of its first and last
+    fifth of steps."""
     steps, rewards = run.series("critic/rewards/mean")
     # Not a fifth of the rows: a published copy lacks some
     some = int(steps[-1]) // 5 if steps else 0
@@ -80,12 +88,17 @@ def _training_rewards(run: RecordedRun) -> str:
     )
 
 
-def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequence[Block]) -> Iterator[Block]:
-    """Yield what is looked at first: a sentence an experiment, one picture, one table; the rest of it is folded."""
+def learnt(
+    runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequence[Block]
+) -> Iterator[Block]:
+    """Yield what is looked at first: a sentence an experiment, one picture, one table; the rest of
+    it is folded."""
     summaries = _in_one_unit(runs)
     whole = experiment_table(summaries)
     first = [whole.header.index(name) for name in FIRST]
-    short = Table([whole.header[at] for at in first], [[row[at] for at in first] for row in whole.rows])
+    short = Table(
+        [whole.header[at] for at in first], [[row[at] for at in first] for row in whole.rows]
+    )
     yield Text(headline(runs), strong=True)
     if picture:
         yield Gallery(picture)
@@ -100,11 +113,15 @@ def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequen
 
 def _how_to_read(runs: Sequence[RecordedRun]) -> str:
     note = (
-        "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
+        "Accuracy in percent at the last validation, with 95 % intervals: of one run over "
+        "questions, of several seeds "
         "after their standard deviation (±) over seeds."
     )
     if scored := sorted(frozenset().union(*(run.scored for run in runs))):
-        note += f" On {', '.join(scored)} the scorer gives more than right and wrong: these are mean scores."
+        note += (
+            f" On {', '.join(scored)} the scorer gives more than right and wrong: these are "
+            f"mean scores."
+        )
     return note
 
 
@@ -112,12 +129,15 @@ def _how_to_read(runs: Sequence[RecordedRun]) -> str:
 
 
 def step_times(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield a table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
+    """Yield a table of the seconds of a step by part, which add up; the mean over the steps of all
+    seeds."""
     columns = []
     for group in groups:
         lines = [found for run in group for row in run.metrics if (found := time_parts(row))]
         names = [*PARTS, REST]
-        columns.append({n: statistics.fmean(f.get(n, 0.0) for f in lines) for n in names} if lines else {})
+        columns.append(
+            {n: statistics.fmean(f.get(n, 0.0) for f in lines) for n in names} if lines else {}
+        )
     if not any(columns):
         return
     rows = [
@@ -127,10 +147,15 @@ def step_times(groups: Sequence[Group]) -> Iterator[Block]:
     ]
     total = [f"{sum(column.values()):.3f}" if column else "" for column in columns]
     yield Heading("Where a step's time goes")
-    yield Table(["seconds a step", *(group_name([run.name for run in g]) for g in groups)], [*rows, ["all", *total]])
+    yield Table(
+        ["seconds a step", *(group_name([run.name for run in g]) for g in groups)],
+        [*rows, ["all", *total]],
+    )
     yield Text(
-        "Means over steps and seeds. Scoring that decoding hides is in decode, and samples of the next step that the "
-        "update hides are nowhere: each second is counted once. A checkpoint counts in the step after it."
+        "Means over steps and seeds. Scoring that decoding hides is in decode, and samples of the "
+        "next step that the "
+        "update hides are nowhere: each second is counted once. A checkpoint counts in the step "
+        "after it."
     )
 
 
@@ -143,7 +168,8 @@ def _seconds(column: Mapping[str, float], name: str) -> str:
 
 
 def config_difference(groups: Sequence[Group]) -> Table:
-    """Return the keys in which the experiments' configurations differ, seeds and names of runs left out."""
+    """Return the keys in which the experiments' configurations differ, seeds and names of runs left
+    out."""
     first = [group[0] for group in groups]
     keys = sorted({key for run in first for key in run.config})
     rows = [[key, *(_yaml(run.config.get(key, "absent")) for run in first)] for key in keys]
@@ -156,10 +182,18 @@ def samples(run: RecordedRun) -> Iterator[Block]:
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
         return
-    first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
+    first, last = (
+        {_sample_key(r): r for r in run.samples if r["step"] == step}
+        for step in (steps[0], steps[-1])
+    )
     chosen = spread_out([key for key in last if key in first], SHOWN_SAMPLES)
     rows = [
-        [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
+        [
+            str(last[key]["input"])[-600:],
+            _cell(last[key].get("gts")),
+            _answer(first[key]),
+            _answer(last[key]),
+        ]
         for key in chosen
     ]
     yield Heading(f"Samples of {run.name}")
@@ -176,7 +210,10 @@ def _sample_key(row: Mapping[str, Any]) -> Any:
 
 def _answer(row: Mapping[str, Any]) -> str:
     text = str(row["output"])
-    return f"{text if len(text) <= 1500 else text[:700] + ' […] ' + text[-700:]}\n(score {row['score']:g})"
+    return (
+        f"{text if len(text) <= 1500 else text[:700] + ' […] ' + text[-700:]}\n(score "
+        f"{row['score']:g})"
+    )
 
 
 def configuration(groups: Sequence[Group]) -> Iterator[Block]:
@@ -189,20 +226,26 @@ def configuration(groups: Sequence[Group]) -> Iterator[Block]:
     yield Heading(f"Where {run.name} differs from the defaults", 3)
     rows = [[key, *map(_yaml, pair)] for key, pair in sorted(changed.items())]
     yield Table(["key", "default", "here"], rows) if rows else Text("Nowhere.")
-    yield Fold("All keys", [Table(["key", "value"], [[key, _yaml(value)] for key, value in run.config.items()])])
+    yield Fold(
+        "All keys",
+        [Table(["key", "value"], [[key, _yaml(value)] for key, value in run.config.items()])],
+    )
 
 
 def provenance(groups: Sequence[Group]) -> Iterator[Block]:
     runs = [run for group in groups for run in group]
     yield Heading("Provenance")
-    yield _by_run(runs, {title: [_cell(read(run)) for run in runs] for title, read in _PROVENANCE.items()})
+    yield _by_run(
+        runs, {title: [_cell(read(run)) for run in runs] for title, read in _PROVENANCE.items()}
+    )
     packages = sorted({name for run in runs for name in run.session["packages"]})
     versions = {name: [run.session["packages"].get(name, "") for run in runs] for name in packages}
     yield Fold("Package versions", [_by_run(runs, versions)])
 
 
 def _by_run(runs: Sequence[RecordedRun], facts: Mapping[str, Sequence[str]]) -> Table:
-    """Return a line for each fact of one run, or for each of several runs, with what they share in the caption."""
+    """Return a line for each fact of one run, or for each of several runs, with what they share in
+    the caption."""
     facts = {name: cells for name, cells in facts.items() if any(cells)}
     if len(runs) == 1:
         return Table(["", runs[0].name], [[name, *cells] for name, cells in facts.items()])
@@ -214,11 +257,17 @@ def _git(run: RecordedRun) -> str:
     git = run.session["git"]
     if not git["commit"]:
         return "not a git checkout"
-    return git["commit"][:12] + (f", uncommitted changes {git['diff_sha256'][:12]}" if git["dirty"] else "")
+    return git["commit"][:12] + (
+        f", uncommitted changes {git['diff_sha256'][:12]}" if git["dirty"] else ""
+    )
 
 
 def _resumes(run: RecordedRun) -> str:
-    steps = [s["resumed_from_step"] for s in run.manifest["sessions"] if s["resumed_from_step"] is not None]
+    steps = [
+        s["resumed_from_step"]
+        for s in run.manifest["sessions"]
+        if s["resumed_from_step"] is not None
+    ]
     gaps = [s["gap"] for s in run.manifest["sessions"] if "gap" in s]
     return "; ".join([*(f"resumed after step {step}" for step in steps), *gaps])
 
@@ -234,10 +283,14 @@ _PROVENANCE = {
     "interruptions": _resumes,
     "seconds in steps": lambda run: f"{run.seconds:.0f}",
     "hardware": lambda run: hardware_of(run.session),
-    "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
+    "threads": lambda run: ", ".join(
+        f"{k} {v}" for k, v in run.session["threads"].items() if v is not None
+    ),
     "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
     "base weights": lambda run: run.base[:12] if run.base else NOT_RECORDED,
-    "data": lambda run: "; ".join(f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]),
+    "data": lambda run: "; ".join(
+        f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]
+    ),
 }
 
 
@@ -254,8 +307,13 @@ def page(
     """
     groups = with_baseline(group_runs(runs), baseline)
     drawn = panels(groups)
-    blocks: list[Block] = [Text("\n".join(lines), strong=True)] if (lines := verdicts(groups)) else []
-    blocks += [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
+    blocks: list[Block] = (
+        [Text("\n".join(lines), strong=True)] if (lines := verdicts(groups)) else []
+    )
+    blocks += [
+        *learnt([run for group in groups for run in group], drawn[:1], links),
+        *curves(drawn[1:]),
+    ]
     blocks += step_times(groups)
     if len(groups) > 1:
         blocks += comparison(groups)
@@ -268,7 +326,8 @@ def page(
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None) -> Path:
-    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens
+    have a page too."""
     from results.reporting.trace_page import trace_links  # it loads numpy
 
     return write_pages(out, "report", *page(runs, baseline, trace_links(runs, out)))[1]
@@ -278,7 +337,8 @@ def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = 
 
 
 def closing_lines(run: RecordedRun) -> list[str]:
-    """Return a line for each data source's accuracy, and three of a question whose answer changed most."""
+    """Return a line for each data source's accuracy, and three of a question whose answer changed
+    most."""
     return [printable(line) for line in (*_sparklines(run), *_most_changed(run))]
 
 
@@ -290,20 +350,30 @@ def _sparklines(run: RecordedRun) -> Iterator[str]:
         values = [point.estimate.value for point in means]
         steps = f"steps {means[0].step} to {means[-1].step}"
         what, form = ("score", ".3g") if source in run.scored else ("accuracy", ".1%")
-        yield f"{what} on {source}: {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}, validations at {steps}"
+        yield (
+            f"{what} on {source}: {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}, "
+            f"validations at {steps}"
+        )
 
 
 def _most_changed(run: RecordedRun) -> Iterator[str]:
-    """Yield the question whose score rose most between the first and the last validation that kept samples."""
+    """Yield the question whose score rose most between the first and the last validation that kept
+    samples."""
     steps = sorted({row["step"] for row in run.samples})
     if len(steps) < 2:
         return
-    first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
+    first, last = (
+        {_sample_key(r): r for r in run.samples if r["step"] == step}
+        for step in (steps[0], steps[-1])
+    )
     shared = [key for key in last if key in first]
     if not shared:
         return
     key = max(shared, key=lambda one: last[one]["score"] - first[one]["score"])
-    yield f"question: {_shortened(last[key]['input'])}   expected: {_shortened(last[key].get('gts', ''))}"
+    yield (
+        f"question: {_shortened(last[key]['input'])}   expected: "
+        f"{_shortened(last[key].get('gts', ''))}"
+    )
     for when, row in ((f"step {steps[0]}", first[key]), (f"step {steps[-1]}", last[key])):
         yield f"  {when:>8}: {_shortened(row['output'])}   score {row['score']:g}"
 

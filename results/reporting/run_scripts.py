@@ -1,8 +1,8 @@
 """What the run scripts ``recipes/*/run_*.sh`` would start.
 
-A script's settings are read by running it with bash, where ``exec`` is a function that prints its words: in a dry run
-the last thing that each script does is to ``exec`` its Python. Nothing is started, and Python loads once for all of
-them.
+A script's settings are read by running it with bash, where ``exec`` is a function that prints its
+words: in a dry run the last thing that each script does is to ``exec`` its Python. Nothing is
+started, and Python loads once for all of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def read_script(path: Path, typed: Sequence[str] = ()) -> Script | None:
     )
     words = done.stdout.split("\0")[:-1]
     if done.returncode or words[1:2] != ["-m"]:
-        raise InputError(f"{path}: its dry run does not end in exec python -m ...: {done.stderr.strip()[:200]}")
+        raise InputError(
+            f"{path}: its dry run does not end in exec python -m ...: {done.stderr.strip()[:200]}"
+        )
     package, _, module = words[2].rpartition(".")
     recipe = package.rpartition(".")[2]
     if module != f"main_{recipe}":

@@ -1,7 +1,8 @@
-"""What a run came to: its accuracy before and after, its summary, and which runs are one experiment.
+"""What a run came to: its accuracy before and after, its summary, and which runs are one
+experiment.
 
-Runs that share an experiment differ in their seeds only. A validation is reported at the last step that has one, never
-at the best.
+Runs that share an experiment differ in their seeds only. A validation is reported at the last step
+that has one, never at the best.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ Summary = Mapping[str, Any]  # of a run: what summary.json holds, and what tells
 
 def decoding(config: Mapping[str, Any]) -> str:
     """Return in words how validation answers were decoded."""
-    val = {k.rpartition(".")[2]: v for k, v in config.items() if k.startswith("actor_rollout_ref.rollout.val_kwargs.")}
+    val = {
+        k.rpartition(".")[2]: v
+        for k, v in config.items()
+        if k.startswith("actor_rollout_ref.rollout.val_kwargs.")
+    }
     if not val.get("do_sample") or not val.get("temperature"):
         how = "greedy"
     else:
@@ -55,23 +60,29 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
         for name in dict.fromkeys(point.name for point in points):
             same = [point for point in points if point.name == name]
             before, after = same[0], same[-1]
-            if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
+            # The first evaluation lacks it: maj@k where an answer had no vote
+            if before.step > points[0].step:
                 continue
             a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
             paired = name.startswith("mean@") and after.step > before.step and a.keys() & b.keys()
-            found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))
+            found.append(
+                Outcome(source, before, after, paired_comparison(a, b) if paired else None)
+            )
     return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
 
 
 # --- experiments ---
 
 
-def grouped(items: Sequence[Item], about: Callable[[Item], tuple[str, str | None, Any]]) -> list[list[Item]]:
+def grouped(
+    items: Sequence[Item], about: Callable[[Item], tuple[str, str | None, Any]]
+) -> list[list[Item]]:
     """Return the items by experiment, in order of appearance, each sorted by seed.
 
-    ``about`` returns an item's settings, base model and seed. An item whose base is not recorded belongs to the others
-    of its settings, as long as those have one base. The second item of a seed opens another experiment: the same seed
-    again, after a change of the code say, is not another draw.
+    ``about`` returns an item's settings, base model and seed. An item whose base is not recorded
+    belongs to the others of its settings, as long as those have one base. The second item of a seed
+    opens another experiment: the same seed again, after a change of the code say, is not another
+    draw.
     """
     bases: dict[str, set[str]] = {}
     for settings, base, _ in map(about, items):
@@ -84,7 +95,10 @@ def grouped(items: Sequence[Item], about: Callable[[Item], tuple[str, str | None
             (base,) = bases[settings]
         found.setdefault((settings, base, seen[settings, base, seed]), []).append(item)
         seen[settings, base, seed] += 1
-    return [sorted(each, key=lambda item: (str(type(about(item)[2])), about(item)[2])) for each in found.values()]
+    return [
+        sorted(each, key=lambda item: (str(type(about(item)[2])), about(item)[2]))
+        for each in found.values()
+    ]
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
@@ -108,13 +122,23 @@ def group_name(names: Sequence[str]) -> str:
 def read_summaries(results: Path) -> list[Summary]:
     """Return the published summaries, with what tells experiments apart."""
     paths = sorted(results.glob("*/*/summary.json"))
-    return [comparable(settings_of(path.parent), json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [
+        comparable(settings_of(path.parent), json.loads(path.read_text(encoding="utf-8")))
+        for path in paths
+    ]
 
 
 def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the run's summary (made, or as recorded) with what tells its experiment, which is not recorded."""
+    """Return the run's summary (made, or as recorded) with what tells its experiment, which is not
+    recorded."""
     found = summarise(run) if summary is None else dict(summary)
-    return {**found, "experiment": run.experiment, "base": run.base, "scored": run.scored, "name": run.name}
+    return {
+        **found,
+        "experiment": run.experiment,
+        "base": run.base,
+        "scored": run.scored,
+        "name": run.name,
+    }
 
 
 def summarise(run: RecordedRun) -> dict[str, Any]:
@@ -127,7 +151,11 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
             "before": asdict(outcome.before) if outcome.validated_twice else None,
             "after": asdict(outcome.after),
             "change": asdict(outcome.change) if outcome.change else None,
-            "curve": [[p.step, p.estimate.value] for p in run.points()[outcome.source] if p.name == outcome.after.name],
+            "curve": [
+                [p.step, p.estimate.value]
+                for p in run.points()[outcome.source]
+                if p.name == outcome.after.name
+            ],
         }
         for outcome in outcomes(run)
     ]
@@ -145,7 +173,11 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "seconds": round(run.seconds, 1),
         "hardware": hardware_of(run.session),
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
-        **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
+        **(
+            {"reference": reference}
+            if (reference := run.config.get("trainer.reference")) is not None
+            else {}
+        ),
         "commit": commit_of(run.session),
         "results": results,
     }
@@ -160,7 +192,8 @@ def hardware_of(session: Mapping[str, Any]) -> str:
 def processor_of(machine: Mapping[str, Any]) -> str:
     """Return cores, CPU and its vector instructions, where these are recorded.
 
-    One name of a CPU has stood for machines of which some multiply bfloat16 a hundred times faster than others.
+    One name of a CPU has stood for machines of which some multiply bfloat16 a hundred times faster
+    than others.
     """
     instructions = [machine["instructions"]] if machine.get("instructions") else []
     return ", ".join([f"{machine.get('cores')} cores", str(machine.get("cpu")), *instructions])
@@ -169,4 +202,8 @@ def processor_of(machine: Mapping[str, Any]) -> str:
 def commit_of(session: Mapping[str, Any]) -> str:
     """Return the commit that a process ran, and whether its tree had changes."""
     git = session["git"]
-    return f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown"
+    return (
+        f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}"
+        if git["commit"]
+        else "unknown"
+    )

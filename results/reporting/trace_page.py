@@ -1,7 +1,8 @@
 """The page of ``python -m results.trace``: the dumps of ``trainer.trace``, token by token.
 
-The page is one file made from ``trace.html.jinja``; nothing is loaded from anywhere, and texts are escaped. A
-dump that cannot be read is left out and named on the page. The format is that of :mod:`core.trace`.
+The page is one file made from ``trace.html.jinja``; nothing is loaded from anywhere, and texts are
+escaped. A dump that cannot be read is left out and named on the page. The format is that of
+:mod:`core.trace`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def read_dump(path: Path) -> dict[str, Any]:
     try:
         return json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise InputError(f"{path}: damaged ({error}); leave it out, or record the step again") from None
+        raise InputError(
+            f"{path}: damaged ({error}); leave it out, or record the step again"
+        ) from None
 
 
 def spread_order(count: int) -> list[int]:
@@ -45,7 +48,9 @@ def spread_order(count: int) -> list[int]:
     return ends + list(range(1, count - 1))
 
 
-def chosen_dumps(run_dir: Path, steps: Sequence[int] | None) -> tuple[list[dict[str, Any]], list[str]]:
+def chosen_dumps(
+    run_dir: Path, steps: Sequence[int] | None
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the dumps of a run to show, by step, and a sentence for each that cannot be read.
 
     Raises InputError where the run has none, or none of the steps that are named.
@@ -67,7 +72,9 @@ def chosen_dumps(run_dir: Path, steps: Sequence[int] | None) -> tuple[list[dict[
             continue
         tokens += sum(len(t["tokens"]) for group in dump["groups"] for t in group["trajectories"])
         if dumps and steps is None and tokens > MOST_TOKENS:
-            notes.append(f"{run_dir.name}: some recorded steps are not shown; name them with --steps")
+            notes.append(
+                f"{run_dir.name}: some recorded steps are not shown; name them with --steps"
+            )
             break
         dumps.append(dump)
     if not dumps:
@@ -75,7 +82,9 @@ def chosen_dumps(run_dir: Path, steps: Sequence[int] | None) -> tuple[list[dict[
     return sorted(dumps, key=lambda dump: dump["step"]), notes
 
 
-def write_trace(runs: Sequence[Path], out: Path | None = None, steps: Sequence[int] | None = None) -> tuple[Path, str]:
+def write_trace(
+    runs: Sequence[Path], out: Path | None = None, steps: Sequence[int] | None = None
+) -> tuple[Path, str]:
     """Write the page of these run folders. Return its path, and what it shows in a few words.
 
     Raises InputError where a folder has no dump that can be read.
@@ -90,7 +99,9 @@ def write_trace(runs: Sequence[Path], out: Path | None = None, steps: Sequence[i
     groups = [group for _, dumps in shown for dump in dumps for group in dump["groups"]]
     trajectories = [trajectory for group in groups for trajectory in group["trajectories"]]
     fields = list(dict.fromkeys(name for t in trajectories for name in t["numbers"]))
-    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
+    )
     environment.filters["numbers"] = lambda t, index: ",".join(
         str(t["numbers"][name][index]) if name in t["numbers"] else "" for name in fields
     )
@@ -115,4 +126,6 @@ def trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
         write_trace(traced, out / PAGE)
     except InputError as error:
         return [Text(f"The recorded tokens cannot be shown: {error}")]
-    return [Link(f"Tokens of recorded steps: {' and '.join(folder.name for folder in traced)}", PAGE)]
+    return [
+        Link(f"Tokens of recorded steps: {' and '.join(folder.name for folder in traced)}", PAGE)
+    ]

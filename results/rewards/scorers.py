@@ -1,7 +1,9 @@
-"""Count what the readers of answers get wrong on the pairs of ``pairs.jsonl``, by kind, and write ``scorers.md``.
+"""Count what the readers of answers get wrong on the pairs of ``pairs.jsonl``, by kind, and write
+``scorers.md``.
 
-``python -m results.rewards.scorers`` writes the table. A pair is an answer, a gold one and whether a careful person
-would call it right; false right trains a policy to write wrong answers, false wrong only slows it down.
+``python -m results.rewards.scorers`` writes the table. A pair is an answer, a gold one and whether
+a careful person would call it right; false right trains a policy to write wrong answers, false
+wrong only slows it down.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ Row = dict[str, Any]
 
 
 def pairs() -> list[Row]:
-    return [json.loads(line) for line in (FOLDER / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (FOLDER / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _boxed(scorer: Any, method: str) -> Callable[[Row], bool]:
@@ -34,7 +39,10 @@ def _response(scorer: Any, method: str) -> Callable[[Row], bool]:
 
 
 def _short(method: str) -> Callable[[Row], bool]:
-    return lambda row: qa_em.score(f"<answer>{row['answer']}</answer>", {"target": row["gold"]}, {}, method).acc == 1
+    return lambda row: (
+        qa_em.score(f"<answer>{row['answer']}</answer>", {"target": row["gold"]}, {}, method).acc
+        == 1
+    )
 
 
 READERS: dict[str, dict[str, Callable[[Row], bool]]] = {
@@ -64,26 +72,40 @@ def mistakes(kind_of_reader: str, judge: Callable[[Row], bool]) -> Iterator[tupl
 
 
 def table() -> str:
-    """Return the page: one table a kind of reader, with false right / false wrong of each kind of pair."""
+    """Return the page: one table a kind of reader, with false right / false wrong of each kind of
+    pair."""
     lines = ["# What the readers of answers get wrong", ""]
-    lines += ["Cells are false right / false wrong. Written by `python -m results.rewards.scorers`."]
+    lines += [
+        "Cells are false right / false wrong. Written by `python -m results.rewards.scorers`."
+    ]
     for reader, judges in READERS.items():
         kinds = list(dict.fromkeys(row["kind"] for row in pairs() if row["reader"] == reader))
-        sizes = {kind: sum(row["kind"] == kind for row in pairs() if row["reader"] == reader) for kind in kinds}
-        lines += ["", f"| kind | pairs | {' | '.join(judges)} |", f"|---|---|{'---|' * len(judges)}"]
+        sizes = {
+            kind: sum(row["kind"] == kind for row in pairs() if row["reader"] == reader)
+            for kind in kinds
+        }
+        lines += [
+            "",
+            f"| kind | pairs | {' | '.join(judges)} |",
+            f"|---|---|{'---|' * len(judges)}",
+        ]
         wrong = {name: list(mistakes(reader, judge)) for name, judge in judges.items()}
         for kind in [*kinds, "all"]:
             cells = []
             for name in judges:
                 said = [said for row, said in wrong[name] if kind in ("all", row["kind"])]
                 cells.append(f"{sum(said)} / {len(said) - sum(said)}")
-            lines.append(f"| {kind} | {sizes.get(kind, sum(sizes.values()))} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {kind} | {sizes.get(kind, sum(sizes.values()))} | {' | '.join(cells)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     about = "Count what the readers of answers get wrong, and write results/rewards/scorers.md."
-    argparse.ArgumentParser(prog="python -m results.rewards.scorers", description=about).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m results.rewards.scorers", description=about
+    ).parse_args()
     (FOLDER / "scorers.md").write_text(table(), encoding="utf-8")
     print(f"wrote {FOLDER / 'scorers.md'}")
 

@@ -1,9 +1,10 @@
 """Run untrusted Python where it can harm nothing, and report what it did.
 
-A :class:`Sandbox` is one answer's: its own process tree, which ends with it. Every program is a process of its own in
-it, without environment, network, other processes, or files but the standard library, which it can only read, with
-limits of time, memory and output. It is shut in by namespaces (with root's right to make them, or a user namespace) and
-a filter of system calls (seccomp). What a program is expected to print is never sent there.
+A :class:`Sandbox` is one answer's: its own process tree, which ends with it. Every program is a
+process of its own in it, without environment, network, other processes, or files but the standard
+library, which it can only read, with limits of time, memory and output. It is shut in by namespaces
+(with root's right to make them, or a user namespace) and a filter of system calls (seccomp). What a
+program is expected to print is never sent there.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from typing import Any
 
 MODES = ("namespaces", "user_namespaces")
 START_SECONDS = 60.0  # to start a sandbox, on a machine under load
-GRACE_SECONDS = 60.0  # after a program's own deadline, until the whole sandbox is killed: nothing is known then
-PATIENCE = 5  # times its limit of processor time that a program may last on the wall: others may hold the processor
+# After a program's own deadline, until the whole sandbox is killed: nothing is known then
+GRACE_SECONDS = 60.0
+# Times its limit of processor time that a program may last on the wall: others may hold the
+# processor
+PATIENCE = 5
 _HARNESS = Path(__file__).with_name("harness.py")
 # Prints which ways out are open; nothing that it tries does harm
 _PROBE = """
@@ -59,7 +63,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program. ``seconds`` are processor time, and :data:`PATIENCE` times as much on the wall."""
+    """Limits of one program. ``seconds`` are processor time, and :data:`PATIENCE` times as much on
+    the wall."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -69,7 +74,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Isolation:
-    """The way programs are shut in: a mode, whether system calls are filtered, and why better ways were refused."""
+    """The way programs are shut in: a mode, whether system calls are filtered, and why better ways
+    were refused."""
 
     mode: str
     seccomp: bool
@@ -79,14 +85,21 @@ class Isolation:
     def line(self) -> str:
         """One line for a start: what holds programs, or that nothing does."""
         if self.mode == "none":
-            held = f"with this user's rights, {'under seccomp alone' if self.seccomp else 'held by nothing'}"
-            return f"isolation: none; programs run {held}, since reward_model.sandbox.allow_unisolated=True"
+            held = (
+                f"with this user's rights, "
+                f"{'under seccomp alone' if self.seccomp else 'held by nothing'}"
+            )
+            return (
+                f"isolation: none; programs run {held}, since "
+                f"reward_model.sandbox.allow_unisolated=True"
+            )
         return f"isolation: programs run in {self.mode} with seccomp"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A program's outcome. ``status`` is ok, error (its exit code is not 0), timeout or output (it wrote too much)."""
+    """A program's outcome. ``status`` is ok, error (its exit code is not 0), timeout or output (it
+    wrote too much)."""
 
     status: str
     stdout: str
@@ -98,14 +111,19 @@ class Ran:
 class Sandbox:
     """One sandbox, to be used in a ``with`` statement. Not for several threads.
 
-    ``how`` is by default the best that :func:`isolation` finds. ``seconds`` are its life, on the wall: what a program
-    has not done by then ends with status timeout. Raises SandboxUnavailable where there is no isolation, and
-    SandboxError where the sandbox fails, which includes a start that takes half of its life. ``charged`` counts the
-    seconds that programs took. What ``prelude``, run once, imports or defines is there for a program that does not.
+    ``how`` is by default the best that :func:`isolation` finds. ``seconds`` are its life, on the
+    wall: what a program has not done by then ends with status timeout. Raises SandboxUnavailable
+    where there is no isolation, and SandboxError where the sandbox fails, which includes a start
+    that takes half of its life. ``charged`` counts the seconds that programs took. What
+    ``prelude``, run once, imports or defines is there for a program that does not.
     """
 
     def __init__(
-        self, limits: Limits | None = None, how: Isolation | None = None, seconds: float = math.inf, prelude: str = ""
+        self,
+        limits: Limits | None = None,
+        how: Isolation | None = None,
+        seconds: float = math.inf,
+        prelude: str = "",
     ):
         self.limits, self.charged, begun = limits or Limits(), 0.0, time.monotonic()
         self.end = begun + seconds
@@ -119,9 +137,16 @@ class Sandbox:
             env={"PYTHONHASHSEED": "0"},  # the same program gets the same score
             start_new_session=True,
         )
-        box = {"memory_bytes": self.limits.memory_mb << 20, "threads": self.limits.threads, "prelude": prelude}
+        box = {
+            "memory_bytes": self.limits.memory_mb << 20,
+            "threads": self.limits.threads,
+            "prelude": prelude,
+        }
         try:
-            self._ask({"mode": how.mode, "seccomp": how.seccomp, **box}, begun + min(START_SECONDS, seconds / 2))
+            self._ask(
+                {"mode": how.mode, "seccomp": how.seccomp, **box},
+                begun + min(START_SECONDS, seconds / 2),
+            )
         except BaseException:
             self.close()
             raise
@@ -129,7 +154,9 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -146,11 +173,18 @@ class Sandbox:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def run(self, source: str, stdin: str = "", seconds: float | None = None, name: str = "__main__") -> Ran:
+    def run(
+        self, source: str, stdin: str = "", seconds: float | None = None, name: str = "__main__"
+    ) -> Ran:
         """Run a program, as the module ``name``, in a new process."""
         seconds = self.limits.seconds if seconds is None else seconds
         end = min(time.monotonic() + PATIENCE * seconds, self.end)
-        request = {"source": source, "name": name, "stdin": stdin, "output_bytes": self.limits.output_bytes}
+        request = {
+            "source": source,
+            "name": name,
+            "stdin": stdin,
+            "output_bytes": self.limits.output_bytes,
+        }
         ran = Ran(**self._ask({**request, "seconds": seconds, "end": end}, end + GRACE_SECONDS))
         self.charged += ran.seconds
         return ran
@@ -166,15 +200,23 @@ class Sandbox:
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
                 raise SandboxError("the sandbox did not answer in time and was killed")
             if not (piece := os.read(descriptor, 1 << 20)):
-                said = self._process.stderr.read(10_000).decode("utf-8", "replace").strip().splitlines()
-                raise SandboxError(f"the sandbox has ended: {said[-1] if said else 'no reason given'}")
+                said = (
+                    self._process.stderr.read(10_000)
+                    .decode("utf-8", "replace")
+                    .strip()
+                    .splitlines()
+                )
+                raise SandboxError(
+                    f"the sandbox has ended: {said[-1] if said else 'no reason given'}"
+                )
             reply += piece
         return json.loads(reply)
 
 
 @functools.cache
 def isolation() -> Isolation:
-    """Return the best way to shut a program in on this machine. Each is tried with a program that tries to get out."""
+    """Return the best way to shut a program in on this machine. Each is tried with a program that
+    tries to get out."""
     refused = []
     for mode in MODES:
         if not (problem := probe(Isolation(mode, True))):
@@ -188,20 +230,25 @@ def required_isolation() -> Isolation:
     how = isolation()
     if how.mode == "none":
         raise SandboxUnavailable(
-            "programs cannot be isolated here, so no code is run. Let the user make namespaces (container option "
-            "--privileged or a seccomp profile with unshare), set reward_model.sandbox_fusion.url, or, for programs "
-            f"you trust, reward_model.sandbox.allow_unisolated=True. Tried: {'; '.join(how.refused)}"
+            "programs cannot be isolated here, so no code is run. Let the user make namespaces "
+            "(container option "
+            "--privileged or a seccomp profile with unshare), set "
+            "reward_model.sandbox_fusion.url, or, for programs "
+            f"you trust, reward_model.sandbox.allow_unisolated=True. Tried: "
+            f"{'; '.join(how.refused)}"
         )
     return how
 
 
 def unisolated() -> Isolation:
-    """Return no isolation but resource limits and, where there is one, the filter of system calls."""
+    """Return no isolation but resource limits and, where there is one, the filter of system
+    calls."""
     return Isolation("none", not probe(Isolation("none", True), escapes=False))
 
 
 def probe(how: Isolation, escapes: bool = True) -> str:
-    """Return why a program is not shut in this way, or an empty text. ``escapes`` False: only whether it runs."""
+    """Return why a program is not shut in this way, or an empty text. ``escapes`` False: only
+    whether it runs."""
     try:
         with Sandbox(Limits(), how) as box:
             ran = box.run(_PROBE)

@@ -1,7 +1,7 @@
 """Shut a process in by means of the kernel: namespaces and resource limits (Linux, by ctypes).
 
-The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function raises OSError
-where the kernel refuses.
+The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function
+raises OSError where the kernel refuses.
 """
 
 from __future__ import annotations
@@ -16,15 +16,29 @@ import struct
 import seccomp
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = (1 << b for b in (0, 1, 2, 3, 5, 12, 14, 18))
-_KEPT_FLAGS = {1: _RDONLY, 2: _NOSUID, 4: _NODEV, 8: _NOEXEC, 1024: 1 << 10, 2048: 1 << 11, 4096: 1 << 21}  # statvfs
+_NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (
+    1 << bit for bit in (17, 26, 27, 28, 29, 30)
+)
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = (
+    1 << b for b in (0, 1, 2, 3, 5, 12, 14, 18)
+)
+# Statvfs
+_KEPT_FLAGS = {
+    1: _RDONLY,
+    2: _NOSUID,
+    4: _NODEV,
+    8: _NOEXEC,
+    1024: 1 << 10,
+    2048: 1 << 11,
+    4096: 1 << 21,
+}
 _DETACH = 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 24, 38, 4
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
-_FIRST_UID = 0x40000000  # of the users that programs run as where the sandbox starts as root; one a sandbox
+# Of the users that programs run as where the sandbox starts as root; one a sandbox
+_FIRST_UID = 0x40000000
 
 _PIVOT_ROOT, _CAPSET = (155, 41), (126, 91)
 
@@ -43,10 +57,14 @@ def _syscall(number: int, what: str, *arguments: object) -> int:
 
 def _prctl(option: int, value: int = 0, pointer: object = None) -> None:
     zero = ctypes.c_ulong(0)
-    _checked(_LIBC.prctl(option, ctypes.c_ulong(value), pointer or zero, zero, zero), f"prctl({option})")
+    _checked(
+        _LIBC.prctl(option, ctypes.c_ulong(value), pointer or zero, zero, zero), f"prctl({option})"
+    )
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
     result = _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
     _checked(result, f"mount {kind or 'bind'} {target}")
@@ -66,7 +84,8 @@ def _require_architecture() -> int:
 
 
 def unshare(user: bool) -> None:
-    """Enter new pid, network, mount, IPC and host name spaces, as an ordinary user inside a new user namespace.
+    """Enter new pid, network, mount, IPC and host name spaces, as an ordinary user inside a new
+    user namespace.
 
     The pid namespace is that of processes forked from here on.
     """
@@ -74,7 +93,11 @@ def unshare(user: bool) -> None:
     flags = _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | (_NEW_USER if user else 0)
     _checked(_LIBC.unshare(flags), "unshare")
     if user:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
 
@@ -84,14 +107,23 @@ def readable(search_path: list[str]) -> list[str]:
     library = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
     wanted = [library, *(os.path.realpath(path) for path in search_path), *_LIBRARIES]
     found = [path for path in dict.fromkeys(wanted) if os.path.exists(path)]
-    inside = [p for p in found if any(p != q and p.startswith(q + "/") and not os.path.islink(q) for q in found)]
+    inside = [
+        p
+        for p in found
+        if any(p != q and p.startswith(q + "/") and not os.path.islink(q) for q in found)
+    ]
     return [path for path in found if path not in inside]
 
 
 def enter_root(paths: list[str]) -> None:
-    """Change to a read-only file tree of nothing but ``paths``, four devices and an empty working folder."""
+    """Change to a read-only file tree of nothing but ``paths``, four devices and an empty working
+    folder."""
     _mount("none", "/", None, _REC | _PRIVATE)
-    root = next(p for p in _MOUNT_POINTS if os.path.isdir(p) and not any(q.startswith(p + "/") for q in paths))
+    root = next(
+        p
+        for p in _MOUNT_POINTS
+        if os.path.isdir(p) and not any(q.startswith(p + "/") for q in paths)
+    )
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.chmod(root, 0o755)
     for path in (*paths, *_DEVICES):
@@ -99,7 +131,12 @@ def enter_root(paths: list[str]) -> None:
     os.mkdir(root + "/box")
     _mount(None, root, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.chdir(root)
-    _syscall(_PIVOT_ROOT[_require_architecture()], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
+    _syscall(
+        _PIVOT_ROOT[_require_architecture()],
+        "pivot_root",
+        ctypes.c_char_p(b"."),
+        ctypes.c_char_p(b"."),
+    )
     _checked(_LIBC.umount2(b".", _DETACH), "umount")
     os.chdir("/box")
 
@@ -122,7 +159,8 @@ def _show(path: str, target: str) -> None:
 
 
 def program_uid(mode: str) -> int:
-    """Return the user that programs run as. Where the sandbox starts as root it is this sandbox's alone."""
+    """Return the user that programs run as. Where the sandbox starts as root it is this sandbox's
+    alone."""
     return _FIRST_UID + os.getpid() if mode == "namespaces" and os.geteuid() == 0 else os.geteuid()
 
 
@@ -134,9 +172,15 @@ def drop_privileges(uid: int) -> None:
         os.setresuid(uid, uid, uid)
     else:
         for capability in range(64):
-            _LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # those that exist and are held
+            # Those that exist and are held
+            _LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    _syscall(_CAPSET[_require_architecture()], "capset", ctypes.c_char_p(header), ctypes.c_char_p(nothing))
+    _syscall(
+        _CAPSET[_require_architecture()],
+        "capset",
+        ctypes.c_char_p(header),
+        ctypes.c_char_p(nothing),
+    )
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
 
@@ -145,11 +189,13 @@ def drop_privileges(uid: int) -> None:
 
 
 def limit(memory_bytes: int, cpu_seconds: int, threads: int, own_user: bool) -> None:
-    """Set resource limits of this process; ``threads`` are those of all processes of its user, if that is its own."""
+    """Set resource limits of this process; ``threads`` are those of all processes of its user, if
+    that is its own."""
     wanted = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_STACK: min(112 << 20, memory_bytes),  # a larger one would grow into what lies below it
+        # A larger one would grow into what lies below it
+        resource.RLIMIT_STACK: min(112 << 20, memory_bytes),
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
         **({resource.RLIMIT_NPROC: threads} if own_user else {}),

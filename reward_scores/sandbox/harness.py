@@ -1,8 +1,10 @@
-"""The sandbox's first process: shuts itself in, then runs programs, each in a process forked from it.
+"""The sandbox's first process: shuts itself in, then runs programs, each in a process forked from
+it.
 
-Started by ``reward_scores.sandbox`` with a description of the sandbox on standard input, followed by requests; answers
-go to standard output, all of them lines of JSON. It imports nothing but the standard library and its neighbours. The
-code it runs sees neither these pipes nor this process, which it may not signal.
+Started by ``reward_scores.sandbox`` with a description of the sandbox on standard input, followed
+by requests; answers go to standard output, all of them lines of JSON. It imports nothing but the
+standard library and its neighbours. The code it runs sees neither these pipes nor this process,
+which it may not signal.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ PATIENCE = 5  # as in reward_scores.sandbox
 _CHUNK = 1 << 16
 _FILES = 256  # above every descriptor in use
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1}  # the names that programs open; /proc, where they lead, is not there
+# The names that programs open; /proc, where they lead, is not there
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1}
 
 
 def main() -> None:
-    # No signal that a program could have sent here does anything; its own processes take signals again
+    # No signal that a program could have sent here does anything; its own processes take signals
+    # again
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     box = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = [os.path.realpath(path) for path in sys.path[1:]]
@@ -66,8 +70,9 @@ def main() -> None:
 def _prepare_interpreter(prelude: str) -> None:
     """Complete the interpreter that every program starts from.
 
-    ``site`` does not run here and would have made ``exit`` and ``quit``. The names that ``prelude`` makes are found
-    where a program has none of that name. Integers of any length are printed: a program's time is limited anyway.
+    ``site`` does not run here and would have made ``exit`` and ``quit``. The names that ``prelude``
+    makes are found where a program has none of that name. Integers of any length are printed: a
+    program's time is limited anyway.
     """
     site.setquit()
     site.sethelper()
@@ -79,7 +84,13 @@ def _prepare_interpreter(prelude: str) -> None:
 
 
 def run(
-    box: dict[str, Any], source: str, name: str, stdin: str, seconds: float, end: float, output_bytes: int
+    box: dict[str, Any],
+    source: str,
+    name: str,
+    stdin: str,
+    seconds: float,
+    end: float,
+    output_bytes: int,
 ) -> dict[str, Any]:
     """Run a program; see :class:`reward_scores.sandbox.Ran` for the answer."""
     begun, given = time.monotonic(), _input_file(stdin.encode("utf-8", "surrogateescape"))
@@ -100,7 +111,8 @@ def run(
     for number in (*ours, ended):
         os.close(number)
     used, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
-    if why != "output" and (used >= seconds or code == -signal.SIGXCPU):  # the kernel's limit ended it
+    # The kernel's limit ended it
+    if why != "output" and (used >= seconds or code == -signal.SIGXCPU):
         why = "timeout"
     waited = (time.monotonic() - begun) / PATIENCE
     return {
@@ -113,7 +125,8 @@ def run(
 
 
 def _input_file(data: bytes) -> int:
-    """Return a file in memory that holds these bytes and cannot be changed: programs read the size of their input."""
+    """Return a file in memory that holds these bytes and cannot be changed: programs read the size
+    of their input."""
     number = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(number, "wb", closefd=False) as file:
         file.write(data)
@@ -123,7 +136,8 @@ def _input_file(data: bytes) -> int:
 
 
 def _collect(ended: int, outputs: dict[int, bytearray], end: float, output_bytes: int) -> str:
-    """Collect what a program writes until it has ended (returns an empty text) or a limit is reached."""
+    """Collect what a program writes until it has ended (returns an empty text) or a limit is
+    reached."""
     poll = selectors.DefaultSelector()
     for number in outputs:
         os.set_blocking(number, False)
@@ -155,7 +169,9 @@ def _read(number: int, data: bytearray) -> bool:
     return bool(piece)
 
 
-def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], source: str, name: str) -> NoReturn:
+def _become(
+    box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], source: str, name: str
+) -> NoReturn:
     """Be the program, with these descriptors as 0, 1 and 2 and no others; limits first."""
     code = 1
     try:
@@ -164,7 +180,9 @@ def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], s
         for place, number in enumerate(descriptors):
             os.dup2(number, place)
         os.closerange(3, _FILES)
-        confine.limit(box["memory_bytes"], max(1, math.ceil(seconds)), box["threads"], box["mode"] != "none")
+        confine.limit(
+            box["memory_bytes"], max(1, math.ceil(seconds)), box["threads"], box["mode"] != "none"
+        )
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if box["seccomp"]:
             seccomp.install(os.getpid())
@@ -174,20 +192,30 @@ def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], s
 
 
 def _program(source: str, name: str) -> int:
-    """Run a script, as the module ``name``, on file descriptors 0, 1 and 2 and return its exit code."""
+    """Run a script, as the module ``name``, on file descriptors 0, 1 and 2 and return its exit
+    code."""
     sys.argv = ["program.py"]
-    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
+    sys.stdin = sys.__stdin__ = os.fdopen(
+        0, encoding="utf-8", errors="surrogateescape", closefd=False
+    )
+    sys.stdout = sys.__stdout__ = os.fdopen(
+        1, "w", encoding="utf-8", errors="surrogateescape", closefd=False
+    )
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1
+    )
     _meet_expectations()
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = sys.argv[0]
     try:
-        code = _exit_code(lambda: exec(compile(source, "<program>", "exec", dont_inherit=True), module.__dict__))
+        code = _exit_code(
+            lambda: exec(compile(source, "<program>", "exec", dont_inherit=True), module.__dict__)
+        )
         for library, last in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
             if library in sys.modules:
                 getattr(sys.modules[library], last)()
-        for stream in (*vars(module).values(), sys.__stdout__):  # which the interpreter's end would write out
+        # Which the interpreter's end would write out
+        for stream in (*vars(module).values(), sys.__stdout__):
             if isinstance(stream, io.IOBase):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -199,11 +227,14 @@ def _program(source: str, name: str) -> int:
 
 
 def _meet_expectations() -> None:
-    """Let a program ask for a larger stack than it gets, and open its streams by the names that they have in /dev."""
+    """Let a program ask for a larger stack than it gets, and open its streams by the names that
+    they have in /dev."""
     set_limit, open_file = resource.setrlimit, io.open
 
     def set_limit_or_not(which: int, limits: Any) -> None:
-        with contextlib.suppress(*([ValueError, OSError] if which == resource.RLIMIT_STACK else [])):
+        with contextlib.suppress(
+            *([ValueError, OSError] if which == resource.RLIMIT_STACK else [])
+        ):
             set_limit(which, limits)
 
     @functools.wraps(open_file)
@@ -222,7 +253,8 @@ def _exit_code(run: Callable[[], Any]) -> int:
             return (stop.code or 0) & 255
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException:  # the program's own failure, whatever it is, shown as the interpreter would show it
+    except BaseException:
+        # The program's own failure, whatever it is, shown as the interpreter would show it
         sys.__excepthook__(*sys.exc_info())
         return 1
     return 0

@@ -1,8 +1,9 @@
 """Peak memory and speed of the chunked head beside the plain one.
 
-``python -m tests.benchmarks.head_memory`` measures each case in its own process: the highest resident memory during
-forward and backward, less what the process held with inputs and weight in place, less the weight's gradient. Fails
-(exit 1) if the large case takes more than 1.2 times the memory of the small one.
+``python -m tests.benchmarks.head_memory`` measures each case in its own process: the highest
+resident memory during forward and backward, less what the process held with inputs and weight in
+place, less the weight's gradient. Fails (exit 1) if the large case takes more than 1.2 times the
+memory of the small one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _resident() -> int:
     return pages * 4096
 
 
-def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats: int) -> dict[str, float]:
+def measure(
+    which: str, vocabulary: int, tokens: int, hidden_size: int, repeats: int
+) -> dict[str, float]:
     """MiB and seconds of one case, in this process."""
     import torch
 
@@ -41,7 +44,8 @@ def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats:
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = (torch.randn(vocabulary, hidden_size) / hidden_size**0.5).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,))
-    few = max(1, tokens // 64)  # loads the kernels and their scratch memory, which are not the method's
+    # Loads the kernels and their scratch memory, which are not the method's
+    few = max(1, tokens // 64)
     function(hidden[:few], weight, labels[:few])[0].sum().backward()
     weight.grad = hidden.grad = None
     held, seconds = _resident(), []
@@ -55,19 +59,33 @@ def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats:
 
 
 def _in_a_process(which: str, case: str, hidden_size: int, repeats: int) -> dict[str, float]:
-    arguments = ["--measure", which, case, "--hidden-size", str(hidden_size), "--repeats", str(repeats)]
+    arguments = [
+        "--measure",
+        which,
+        case,
+        "--hidden-size",
+        str(hidden_size),
+        "--repeats",
+        str(repeats),
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.head_memory", *arguments], stdout=subprocess.PIPE, check=True
+        [sys.executable, "-m", "tests.benchmarks.head_memory", *arguments],
+        stdout=subprocess.PIPE,
+        check=True,
     )
     return json.loads(done.stdout)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--measure", nargs=2, metavar=("WHICH", "CASE"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[2] / "results" / "benchmarks")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parents[2] / "results" / "benchmarks"
+    )
     options = parser.parse_args()
     if options.measure:
         which, case = options.measure
@@ -96,9 +114,16 @@ def table(results: dict[tuple[str, str], dict], ratio: float) -> str:
     ]
     for (which, case), result in results.items():
         vocabulary, tokens = CASES[case]
-        lines.append(f"| {which} | {vocabulary} | {tokens} | {result['mib']:.0f} | {result['seconds']:.2f} |")
+        lines.append(
+            f"| {which} | {vocabulary} | {tokens} | {result['mib']:.0f} | {result['seconds']:.2f} |"
+        )
     verdict = "met" if ratio <= BOUND else "not met"
-    return "\n".join([*lines, "", f"Large over small, chunked: {ratio:.2f} (bound {BOUND}: {verdict})."]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", f"Large over small, chunked: {ratio:.2f} (bound {BOUND}: {verdict})."]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

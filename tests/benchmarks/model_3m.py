@@ -12,7 +12,8 @@ NEVER = -25.0  # a logit of EOS that no sampling reaches: every response is as l
 
 
 def model_3m(mean_length: int | None = None) -> PreTrainedModel:
-    """The benchmark's model. It ends a response with probability 1/mean_length a token, or never."""
+    """The benchmark's model. It ends a response with probability 1/mean_length a token, or
+    never."""
     torch.manual_seed(0)
     shape = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4)
     config = Qwen2Config(
@@ -25,7 +26,9 @@ def model_3m(mean_length: int | None = None) -> PreTrainedModel:
         bos_token_id=None,
         **shape,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    )
     _set_eos(model, math.log((VOCAB - 1) / (mean_length - 1)) if mean_length else NEVER)
     return model
 

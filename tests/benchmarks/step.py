@@ -1,15 +1,18 @@
-"""Where a step's time goes: tokens a second, seconds by phase, peak memory, model FLOPs utilisation.
+"""Where a step's time goes: tokens a second, seconds by phase, peak memory, model FLOPs
+utilisation.
 
-    python -m tests.benchmarks.step [--steps 5] [--repeats 3] [--threads 2] [--dtype fp32] [--former FOLDER]
+    python -m tests.benchmarks.step [--steps 5] [--repeats 3] [--threads 2] [--dtype fp32] [--former
+    FOLDER]
 
-The workload is that of ``tests/benchmarks/trl`` (32 prompts x 8 answers of 64 tokens, 3.2 M parameters), through the
-ordinary trainer. **Formula.** A forward pass over a token costs ``2 N + 4 L H s`` FLOPs: N the parameters of the
-matrix products (head included, embedding table not), L layers, H hidden size, s the mean number of positions it
-attends to. Generating costs one forward pass for each prompt (shared by its answers) and for each new token; the
-update three for each of these tokens (forward, and twice that backward), since it shares the prompts, too. Repeated
-prompts would count for nothing. Utilisation is that over the seconds of the phase, over the measured peak: the best of
-ten products of two 2048 x 2048 matrices, same precision, same threads.
-A figure is the median of the repeats; with ``--former``, a clone with earlier code takes turns with this one.
+The workload is that of ``tests/benchmarks/trl`` (32 prompts x 8 answers of 64 tokens, 3.2 M
+parameters), through the ordinary trainer. **Formula.** A forward pass over a token costs ``2 N + 4
+L H s`` FLOPs: N the parameters of the matrix products (head included, embedding table not), L
+layers, H hidden size, s the mean number of positions it attends to. Generating costs one forward
+pass for each prompt (shared by its answers) and for each new token; the update three for each of
+these tokens (forward, and twice that backward), since it shares the prompts, too. Repeated prompts
+would count for nothing. Utilisation is that over the seconds of the phase, over the measured peak:
+the best of ten products of two 2048 x 2048 matrices, same precision, same threads. A figure is the
+median of the repeats; with ``--former``, a clone with earlier code takes turns with this one.
 Writes ``results/benchmarks/step.{json,md}``.
 """
 
@@ -46,18 +49,29 @@ def matmul_peak(threads: int, dtype: torch.dtype, size: int = 2048) -> float:
 
 
 def flops(
-    prompt: float, *, prompts: int = PROMPTS, answers: int = PROMPTS * SAMPLES, new_tokens: int = NEW_TOKENS
+    prompt: float,
+    *,
+    prompts: int = PROMPTS,
+    answers: int = PROMPTS * SAMPLES,
+    new_tokens: int = NEW_TOKENS,
 ) -> dict[str, float]:
-    """FLOPs of a step's generation and of its update, by the formula above. ``prompt`` is the prompts' mean length."""
+    """FLOPs of a step's generation and of its update, by the formula above. ``prompt`` is the
+    prompts' mean length."""
     model = model_3m()
     config = model.config
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
+    matrices = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and "embed_tokens" not in name
+    )
     attention = 4 * config.num_hidden_layers * config.hidden_size
 
     def forward(tokens: float, attended: float) -> float:
         return tokens * (2 * matrices + attention * attended)
 
-    once = forward(prompts * prompt, prompt / 2) + forward(answers * new_tokens, prompt + new_tokens / 2)
+    once = forward(prompts * prompt, prompt / 2) + forward(
+        answers * new_tokens, prompt + new_tokens / 2
+    )
     return {"gen": once, "update_actor": 3 * once}
 
 
@@ -76,7 +90,17 @@ def measure(args: argparse.Namespace) -> dict:
         runs = {side: [] for side in sides}
         for repeat in range(args.repeats):
             for side in sorted(sides, reverse=repeat % 2 == 0):
-                runs[side].append(run("ours", sys.executable, folder, "fixed", args.threads, sides[side], **options))
+                runs[side].append(
+                    run(
+                        "ours",
+                        sys.executable,
+                        folder,
+                        "fixed",
+                        args.threads,
+                        sides[side],
+                        **options,
+                    )
+                )
         work = flops(prompt_length(folder))
     peak = matmul_peak(args.threads, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype])
     found = {side: middle(several) for side, several in runs.items()}
@@ -99,7 +123,10 @@ def middle(runs: list[dict]) -> dict:
     return {
         "seconds_per_step": median(one["seconds"] for one in runs),
         "peak_rss_mib": median(one["peak_rss_mib"] for one in runs),
-        "phases_s": {name.removeprefix("timing_s/"): median(one["phases"][name] for one in runs) for name in names},
+        "phases_s": {
+            name.removeprefix("timing_s/"): median(one["phases"][name] for one in runs)
+            for name in names
+        },
     }
 
 
@@ -108,10 +135,13 @@ def table(report: dict) -> str:
         "# A step, by phase",
         "",
         "Generated by `python -m tests.benchmarks.step`, whose head states workload and formula. "
-        f"{report['hardware']}, {report['threads']} threads, {report['dtype']}, medians of {report['repeats']} runs.",
+        f"{report['hardware']}, {report['threads']} threads, {report['dtype']}, medians of "
+        f"{report['repeats']} runs.",
         "",
-        f"{report['seconds_per_step']:.2f} s a step, {report['new_tokens_per_second']:.0f} new tokens/s, peak resident "
-        f"memory {report['peak_rss_mib']:.0f} MiB (interpreter and libraries included), measured matmul peak "
+        f"{report['seconds_per_step']:.2f} s a step, {report['new_tokens_per_second']:.0f} new "
+        f"tokens/s, peak resident "
+        f"memory {report['peak_rss_mib']:.0f} MiB (interpreter and libraries included), measured "
+        f"matmul peak "
         f"{report['matmul_peak_gflops']:.0f} GFLOP/s.",
         "",
         "| phase | seconds | share | model FLOPs utilisation | former code, seconds |",
@@ -121,14 +151,23 @@ def table(report: dict) -> str:
     for name, seconds in sorted(report["phases_s"].items(), key=lambda item: -item[1]):
         mfu = f"{report['mfu'][name]:.1%}" if name in report["mfu"] else ""
         before = f"{former['phases_s'][name]:.3f}" if name in former["phases_s"] else ""
-        lines.append(f"| {name} | {seconds:.3f} | {seconds / report['phases_s']['step']:.0%} | {mfu} | {before} |")
+        lines.append(
+            f"| {name} | {seconds:.3f} | {seconds / report['phases_s']['step']:.0%} | "
+            f"{mfu} | {before} |"
+        )
     if report["former"]:
-        lines += ["", f"The former code: {former['seconds_per_step']:.2f} s a step, {former['peak_rss_mib']:.0f} MiB."]
+        lines += [
+            "",
+            f"The former code: {former['seconds_per_step']:.2f} s a step, "
+            f"{former['peak_rss_mib']:.0f} MiB.",
+        ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,8 +1,9 @@
 """What every rollout engine has to satisfy: ``core.engines.RolloutEngine`` as tests.
 
-A test file subclasses :class:`EngineContract` (any engine) or :class:`ModelEngineContract` (an engine that holds a
-model's weights) and says in ``make`` how its engine is built. The expected numbers come from a plain forward pass
-of the same model, never from an engine. Nothing here knows which engine it tests.
+A test file subclasses :class:`EngineContract` (any engine) or :class:`ModelEngineContract` (an
+engine that holds a model's weights) and says in ``make`` how its engine is built. The expected
+numbers come from a plain forward pass of the same model, never from an engine. Nothing here knows
+which engine it tests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ HELLO = (44, 73, 80, 80, 83)
 PROMPTS = (HELLO, (50,), (60, 61, 62, 63, 64, 65, 66, 67, 68), (70, 71), (44, 73, 80, 80, 84))
 
 
-def ask(prompt: Sequence[int] = HELLO, seed: int = 7, max_tokens: int = 12, **sampling: Any) -> SampleRequest:
+def ask(
+    prompt: Sequence[int] = HELLO, seed: int = 7, max_tokens: int = 12, **sampling: Any
+) -> SampleRequest:
     return SampleRequest(tuple(prompt), SamplingParams(max_tokens=max_tokens, **sampling), seed)
 
 
@@ -51,7 +54,9 @@ def ids(trajectory: Trajectory) -> list[int]:
 class EngineContract:
     """Requests, order, stopping, aborting, event loops, versions."""
 
-    seeded = True  # a request's seed decides its answer; else greedy answers stand for those that have to come again
+    # A request's seed decides its answer; else greedy answers stand for those that have to come
+    # again
+    seeded = True
     long = 30  # tokens that still are written when another request has ended, and its consumer acts
 
     def ask(self, *request: Any, **settings: Any) -> SampleRequest:
@@ -74,15 +79,26 @@ class EngineContract:
     def test_ids_in_ids_out(self, engine, tokenizer):
         trajectory = sample_all(engine, [ask(HELLO, seed=2**62 + 5, ignore_eos=True)])[0]
         assert tuple(trajectory.prompt_ids.tolist()) == HELLO
-        assert len(trajectory.response_ids) == 12 and all(0 <= i < len(tokenizer) for i in ids(trajectory))
+        assert len(trajectory.response_ids) == 12 and all(
+            0 <= i < len(tokenizer) for i in ids(trajectory)
+        )
         assert trajectory.response_mask.all()
         assert np.isfinite(trajectory.logprobs).all() and (trajectory.logprobs <= 0).all()
         assert [segment.role for segment in trajectory.segments] == ["policy"]
-        assert trajectory.response_text == tokenizer.decode(ids(trajectory), skip_special_tokens=True)
-        assert (trajectory.seed, trajectory.policy_version, trajectory.turns) == (2**62 + 5, engine.policy_version, 1)
+        assert trajectory.response_text == tokenizer.decode(
+            ids(trajectory), skip_special_tokens=True
+        )
+        assert (trajectory.seed, trajectory.policy_version, trajectory.turns) == (
+            2**62 + 5,
+            engine.policy_version,
+            1,
+        )
 
     def test_every_request_gets_its_own_answer(self, engine):
-        requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=3 + i * 7 % 20, ignore_eos=True) for i in range(30)]
+        requests = [
+            ask(PROMPTS[i % 5], seed=i, max_tokens=3 + i * 7 % 20, ignore_eos=True)
+            for i in range(30)
+        ]
         for request, trajectory in zip(requests, sample_all(engine, requests), strict=True):
             assert tuple(trajectory.prompt_ids.tolist()) == request.prompt_ids
             assert trajectory.seed == request.seed
@@ -91,7 +107,8 @@ class EngineContract:
 
     def test_a_seed_gives_the_same_tokens_in_any_company(self, engine):
         requests = [
-            self.ask(PROMPTS[i % 5], seed=100 + i, max_tokens=4 + i, temperature=0.8 + i % 3 / 10) for i in range(15)
+            self.ask(PROMPTS[i % 5], seed=100 + i, max_tokens=4 + i, temperature=0.8 + i % 3 / 10)
+            for i in range(15)
         ]
         together = sample_all(engine, requests)
         reordered = sample_all(engine, requests[::-1])[::-1]
@@ -102,7 +119,9 @@ class EngineContract:
 
     def test_other_seeds_give_other_tokens(self, engine):
         seeds = [*range(16), *(2**40 + i for i in range(16))]
-        responses = [tuple(ids(t)) for t in sample_all(engine, [ask(seed=s, ignore_eos=True) for s in seeds])]
+        responses = [
+            tuple(ids(t)) for t in sample_all(engine, [ask(seed=s, ignore_eos=True) for s in seeds])
+        ]
         assert len(set(responses)) == len(seeds)
 
     def test_the_longer_budget_continues_the_shorter(self, engine):
@@ -125,18 +144,24 @@ class EngineContract:
     def test_a_stop_id_ends_and_is_kept(self, engine):
         free = ids(sample_all(engine, [self.ask(max_tokens=30, ignore_eos=True)])[0])
         end = next(i for i in range(4, 30) if free[i] not in free[:i])
-        stopped = sample_all(engine, [self.ask(max_tokens=30, ignore_eos=True, stop_token_ids=(free[end], 99999))])[0]
+        stopped = sample_all(
+            engine, [self.ask(max_tokens=30, ignore_eos=True, stop_token_ids=(free[end], 99999))]
+        )[0]
         assert (ids(stopped), stopped.stop) == (free[: end + 1], Stop.STOP_TOKEN)
 
     def test_eos_is_named_before_a_stop_id_and_a_stop_id_before_the_limit(self, engine, tokenizer):
         eos = tokenizer.eos_token_id
         requests = [ask(seed=s, max_tokens=60, stop_token_ids=(eos,)) for s in range(20)]
         assert {t.stop for t in sample_all(engine, requests)} == {Stop.EOS, Stop.LENGTH}
-        ignoring = [ask(seed=s, max_tokens=60, stop_token_ids=(eos,), ignore_eos=True) for s in range(20)]
+        ignoring = [
+            ask(seed=s, max_tokens=60, stop_token_ids=(eos,), ignore_eos=True) for s in range(20)
+        ]
         assert {t.stop for t in sample_all(engine, ignoring)} == {Stop.STOP_TOKEN, Stop.LENGTH}
         free = ids(sample_all(engine, [self.ask(max_tokens=5, ignore_eos=True)])[0])
         if free[4] not in free[:4]:
-            last = sample_all(engine, [self.ask(max_tokens=5, ignore_eos=True, stop_token_ids=(free[4],))])[0]
+            last = sample_all(
+                engine, [self.ask(max_tokens=5, ignore_eos=True, stop_token_ids=(free[4],))]
+            )[0]
             assert last.stop is Stop.STOP_TOKEN
 
     def test_a_stop_string_ends_where_it_is_complete(self, engine, tokenizer):
@@ -146,11 +171,19 @@ class EngineContract:
         def fresh(free: list[int], begin: int) -> bool:
             """Three letters that were not written before."""
             three = free[begin : begin + 3]
-            return all(token in LETTERS for token in three) and read(three) not in read(free[: begin + 2])
+            return all(token in LETTERS for token in three) and read(three) not in read(
+                free[: begin + 2]
+            )
 
         prompts = [(*HELLO, 40 + seed) for seed in range(20)]
-        frees = sample_all(engine, [self.ask(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts])
-        written = [(prompt, ids(one), i) for prompt, one in zip(prompts, frees, strict=True) for i in range(5, 36)]
+        frees = sample_all(
+            engine, [self.ask(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+        )
+        written = [
+            (prompt, ids(one), i)
+            for prompt, one in zip(prompts, frees, strict=True)
+            for i in range(5, 36)
+        ]
         prompt, free, begin = next(one for one in written if fresh(*one[1:]))
         text = read(free[begin : begin + 3])
         stops = ((text,), ("never!", text))
@@ -168,13 +201,18 @@ class EngineContract:
                     await engine.sample(ask(seed=part, max_tokens=length, ignore_eos=True))
                     order.append(f"{name}{part}")
 
-            await asyncio.gather(one("long", self.long + 45), one("short", 4, 4, 4), one("middle", self.long + 5))
+            await asyncio.gather(
+                one("long", self.long + 45), one("short", 4, 4, 4), one("middle", self.long + 5)
+            )
             return order
 
         assert run(follow()) == ["short0", "short1", "short2", "middle0", "long0"]
 
     def test_an_aborted_request_leaves_the_others_alone(self, engine):
-        requests = [self.ask(PROMPTS[i % 5], seed=i, max_tokens=self.long, ignore_eos=True) for i in range(10)]
+        requests = [
+            self.ask(PROMPTS[i % 5], seed=i, max_tokens=self.long, ignore_eos=True)
+            for i in range(10)
+        ]
         untouched = [ids(t) for t in sample_all(engine, requests)]
 
         async def abort_some() -> list[Any]:
@@ -195,7 +233,9 @@ class EngineContract:
 
     def test_aborting_everything_leaves_the_engine_idle(self, engine):
         async def abort_all() -> None:
-            tasks = [asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=100))) for i in range(5)]
+            tasks = [
+                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=100))) for i in range(5)
+            ]
             await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match="5 requests in flight"):
                 engine.update_weights([], 1)
@@ -211,7 +251,9 @@ class EngineContract:
         first = [ids(t) for t in sample_all(engine, [self.ask(seed=i) for i in range(4)])]
 
         async def give_up() -> None:
-            await asyncio.wait_for(asyncio.gather(*(engine.sample(ask(seed=i, max_tokens=200)) for i in range(4))), 0)
+            await asyncio.wait_for(
+                asyncio.gather(*(engine.sample(ask(seed=i, max_tokens=200)) for i in range(4))), 0
+            )
 
         with pytest.raises(TimeoutError):
             run(give_up())
@@ -237,7 +279,9 @@ class EngineContract:
         engine = self.make()
 
         async def close_under() -> list[Any]:
-            tasks = [asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=200))) for i in range(3)]
+            tasks = [
+                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=200))) for i in range(3)
+            ]
             await asyncio.sleep(0)
             engine.close()
             engine.close()
@@ -254,7 +298,8 @@ class EngineContract:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a model engine has computed: prompt tokens ahead of decoding, rows of all decode steps together."""
+    """What a model engine has computed: prompt tokens ahead of decoding, rows of all decode steps
+    together."""
 
     prefill_tokens: int
     row_steps: int
@@ -263,7 +308,8 @@ class Counts:
 class ModelEngineContract(EngineContract):
     """Distributions, log-probs, weights and the work that is done for them.
 
-    ``make`` builds its engine on a copy of ``self.model()``; ``model_options`` may ask for another shape.
+    ``make`` builds its engine on a copy of ``self.model()``; ``model_options`` may ask for another
+    shape.
     """
 
     model_options: dict[str, Any] = {}
@@ -283,12 +329,18 @@ class ModelEngineContract(EngineContract):
     # -- distributions
 
     def reference(self, request: SampleRequest, response: Sequence[int]) -> torch.Tensor:
-        """Log-probs under the request's settings of every token of the vocabulary at every step: [R, V] float64."""
+        """Log-probs under the request's settings of every token of the vocabulary at every step:
+        [R, V] float64."""
         with torch.no_grad():
-            logits = self.model()(torch.tensor([[*request.prompt_ids, *response]]), use_cache=False).logits[0]
+            logits = self.model()(
+                torch.tensor([[*request.prompt_ids, *response]]), use_cache=False
+            ).logits[0]
         logits = logits[len(request.prompt_ids) - 1 :].double()[: max(len(response), 1)]
         s = request.sampling
-        rows = [_truncated(row / (s.temperature or 1), s, within=self.top_p_within_top_k) for row in logits]
+        rows = [
+            _truncated(row / (s.temperature or 1), s, within=self.top_p_within_top_k)
+            for row in logits
+        ]
         return torch.stack(rows).log_softmax(-1)
 
     @pytest.mark.parametrize(
@@ -306,9 +358,14 @@ class ModelEngineContract(EngineContract):
         ids=str,
     )
     def test_logprobs_are_those_of_the_sampled_distribution(self, engine, settings):
-        requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=25, ignore_eos=True, **settings) for i in range(6)]
+        requests = [
+            ask(PROMPTS[i % 5], seed=i, max_tokens=25, ignore_eos=True, **settings)
+            for i in range(6)
+        ]
         company = [ask(PROMPTS[i % 3], seed=50 + i, max_tokens=9, top_k=2 + i) for i in range(4)]
-        for request, trajectory in zip(requests, sample_all(engine, requests + company), strict=False):
+        for request, trajectory in zip(
+            requests, sample_all(engine, requests + company), strict=False
+        ):
             reference = self.reference(_untruncated_if_greedy(request), ids(trajectory))
             expected = reference.gather(-1, torch.tensor(ids(trajectory))[:, None])[:, 0]
             np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=self.tolerance)
@@ -321,34 +378,49 @@ class ModelEngineContract(EngineContract):
         ids=str,
     )
     def test_tokens_are_drawn_from_the_distribution(self, engine, settings):
-        """Chi-square over many first tokens; tokens expected less than 8 times are pooled. Seeds, if any, are fixed."""
+        """Chi-square over many first tokens; tokens expected less than 8 times are pooled. Seeds,
+        if any, are fixed."""
         count = 3 * self.draws // 4
         requests = [ask(seed=i, max_tokens=1, ignore_eos=True, **settings) for i in range(count)]
         seen = Counter(ids(t)[0] for t in sample_all(engine, requests))
         expected = count * self.reference(requests[0], [])[0].exp()
-        assert all(expected[token] > 0 for token in seen), "a token outside of the truncated distribution"
+        assert all(expected[token] > 0 for token in seen), (
+            "a token outside of the truncated distribution"
+        )
         assert_chi_square([seen[i] for i in range(len(expected))], expected.tolist())
 
     def test_later_tokens_follow_the_distribution_too(self, engine):
-        """The second token given the first, over seeds: positions of one row are independent of one another."""
+        """The second token given the first, over seeds: positions of one row are independent of one
+        another."""
         count, sampling = self.draws, dict(top_k=3)
         pairs = [
-            tuple(ids(t)) for t in sample_all(engine, [ask(seed=i, max_tokens=2, **sampling) for i in range(count)])
+            tuple(ids(t))
+            for t in sample_all(
+                engine, [ask(seed=i, max_tokens=2, **sampling) for i in range(count)]
+            )
         ]
         first = self.reference(ask(max_tokens=2, **sampling), [])[0].exp()
         cells = {}
         for one in first.nonzero()[:, 0].tolist():
             following = self.reference(ask(HELLO + (one,), **sampling), [])[0].exp()
-            cells |= {(one, two): float(count * first[one] * following[two]) for two in range(len(following))}
+            cells |= {
+                (one, two): float(count * first[one] * following[two])
+                for two in range(len(following))
+            }
         seen = Counter(pairs)
         assert all(cells[pair] > 0 for pair in seen)
         assert_chi_square([seen[pair] for pair in cells], list(cells.values()))
 
     def test_two_settings_share_a_seed(self, engine):
-        """A fast path for plain settings may not draw differently: top_k of the whole vocabulary is no truncation."""
+        """A fast path for plain settings may not draw differently: top_k of the whole vocabulary is
+        no truncation."""
         size = self.model().config.vocab_size
-        plain, full = sample_all(engine, [ask(max_tokens=20, ignore_eos=True, top_k=k) for k in (-1, size)])
-        mixed = sample_all(engine, [ask(max_tokens=20, ignore_eos=True), ask(seed=9, top_p=0.3, temperature=2.0)])[0]
+        plain, full = sample_all(
+            engine, [ask(max_tokens=20, ignore_eos=True, top_k=k) for k in (-1, size)]
+        )
+        mixed = sample_all(
+            engine, [ask(max_tokens=20, ignore_eos=True), ask(seed=9, top_p=0.3, temperature=2.0)]
+        )[0]
         assert ids(plain) == ids(full) == ids(mixed)
 
     # -- weights
@@ -365,7 +437,9 @@ class ModelEngineContract(EngineContract):
     def test_new_weights_show_in_the_next_call_and_in_the_probe(self, engine):
         other, text = self.model(seed=1), (50, 60, 61, 62)
         before, probed = sample_all(engine, [self.ask(max_tokens=20)])[0], engine.probe(text)
-        engine.update_weights(((name, tensor.clone()) for name, tensor in other.state_dict().items()), 1)
+        engine.update_weights(
+            ((name, tensor.clone()) for name, tensor in other.state_dict().items()), 1
+        )
         after = sample_all(engine, [self.ask(max_tokens=20)])[0]
         assert ids(after) != ids(before) and after.policy_version == 1
         with torch.no_grad():
@@ -420,10 +494,13 @@ class ModelEngineContract(EngineContract):
         assert self.counts(engine).prefill_tokens - before - used >= 0.9 * 8 * len(prompt)
 
     def test_no_row_waits_for_the_longest(self, engine):
-        """A long tail: the rows computed in all decode steps are the tokens written, with a tenth to spare."""
+        """A long tail: the rows computed in all decode steps are the tokens written, with a tenth
+        to spare."""
         before = self.counts(engine).row_steps
         lengths = [3 + i % 9 for i in range(60)] + [120, 200]
-        trajectories = sample_all(engine, [ask(seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)])
+        trajectories = sample_all(
+            engine, [ask(seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)]
+        )
         assert [len(ids(t)) for t in trajectories] == lengths
         assert self.counts(engine).row_steps - before <= 1.1 * sum(lengths)
 
@@ -431,7 +508,9 @@ class ModelEngineContract(EngineContract):
         before = self.counts(engine).row_steps
 
         async def abort_soon() -> None:
-            doomed = [asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=200))) for i in range(20)]
+            doomed = [
+                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=200))) for i in range(20)
+            ]
             await engine.sample(ask(seed=99, max_tokens=3, ignore_eos=True))
             for task in doomed:
                 task.cancel()
@@ -442,10 +521,13 @@ class ModelEngineContract(EngineContract):
         assert self.counts(engine).row_steps - before <= 150 + 21 * 6
 
     def test_a_replay_is_the_same_to_the_bit(self, engine):
-        """The same requests in the same order, whatever the engine did before: resuming a run relies on it."""
+        """The same requests in the same order, whatever the engine did before: resuming a run
+        relies on it."""
         requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=5 + i * 13 % 40) for i in range(25)]
         first = sample_all(engine, requests)
-        sample_all(engine, [ask(PROMPTS[2], seed=i, max_tokens=90, ignore_eos=True) for i in range(40)])
+        sample_all(
+            engine, [ask(PROMPTS[2], seed=i, max_tokens=90, ignore_eos=True) for i in range(40)]
+        )
         for one, other in zip(first, sample_all(engine, requests), strict=True):
             assert ids(one) == ids(other)
             np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -455,11 +537,14 @@ def _untruncated_if_greedy(request: SampleRequest) -> SampleRequest:
     s = request.sampling
     if s.temperature > 0:
         return request
-    return SampleRequest(request.prompt_ids, SamplingParams(max_tokens=s.max_tokens, temperature=0), request.seed)
+    return SampleRequest(
+        request.prompt_ids, SamplingParams(max_tokens=s.max_tokens, temperature=0), request.seed
+    )
 
 
 def _truncated(logits: torch.Tensor, sampling: SamplingParams, *, within: bool) -> torch.Tensor:
-    """Top-k, then top-p of what is left, or else (``within=False``) of all, from the definitions: [V]."""
+    """Top-k, then top-p of what is left, or else (``within=False``) of all, from the definitions:
+    [V]."""
     order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
     kept = order if sampling.top_k < 0 else order[: sampling.top_k]
     probs = (logits[kept].softmax(-1) if within else logits.softmax(-1)[kept]).tolist()
@@ -475,7 +560,8 @@ def _truncated(logits: torch.Tensor, sampling: SamplingParams, *, within: bool) 
 
 
 def assert_chi_square(seen: Sequence[int], expected: Sequence[float]) -> None:
-    """Within four standard deviations of what chance gives (the chi-square's own mean and variance)."""
+    """Within four standard deviations of what chance gives (the chi-square's own mean and
+    variance)."""
     cells = [(s, e) for s, e in zip(seen, expected, strict=True) if e >= 8]
     rest = [(s, e) for s, e in zip(seen, expected, strict=True) if e < 8]
     pooled = (sum(s for s, _ in rest), sum(e for _, e in rest))

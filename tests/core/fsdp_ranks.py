@@ -28,11 +28,14 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
-    """Does each of ``jobs`` (name -> (function or its name here, config, keywords)); rank 0 writes ``<name>.pt``."""
+    """Does each of ``jobs`` (name -> (function or its name here, config, keywords)); rank 0 writes
+    ``<name>.pt``."""
     faulthandler.enable()  # says where, should a rank ever die of a signal
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
     for name, (what, config, options) in jobs.items():
         does = globals()[what] if isinstance(what, str) else what
         found = does(rank, world, config, **options)
@@ -40,13 +43,16 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
             torch.save(found, folder / f"{name}.pt")
     store.set(f"done{rank}", "")
     store.wait([f"done{each}" for each in range(world)])
-    # No rank leaves while another still receives from it, and none through the interpreter's end: there a thread of
-    # gloo that lets a tensor go, or two stores that delete one file, now and then abort a rank whose work is done
+    # No rank leaves while another still receives from it, and none through the interpreter's end:
+    # there a thread of gloo that lets a tensor go, or two stores that delete one file, now and then
+    # abort a rank whose work is done
     os._exit(0)
 
 
 def learner(config, dtype="float64", critic=True, ref=False):
-    return LearnerRank(config, torch.device("cpu"), needs_ref=ref, needs_critic=critic, master_dtype=DTYPES[dtype])
+    return LearnerRank(
+        config, torch.device("cpu"), needs_ref=ref, needs_critic=critic, master_dtype=DTYPES[dtype]
+    )
 
 
 def share(batch, rank, world, config):
@@ -62,7 +68,18 @@ def steps(config, batch, rank, world):
     return [share(step, rank, world, config) for step in cut(batch)]
 
 
-def train(rank, world, config, batch, dtype="float64", updates=3, save=None, load=None, ref=False, file_size=None):
+def train(
+    rank,
+    world,
+    config,
+    batch,
+    dtype="float64",
+    updates=3,
+    save=None,
+    load=None,
+    ref=False,
+    file_size=None,
+):
     """Metrics of each update, and the weights and log-probs at the end."""
     one = learner(config, dtype, ref=ref)
     if load:
@@ -94,20 +111,31 @@ class Operations(TorchDispatchMode):
 
 
 def train_by_all_to_all(rank, world, config, **options):
-    """What ``train`` finds with the all-to-all that a GPU gets. DTensor falls back to an all-gather on a CPU."""
+    """What ``train`` finds with the all-to-all that a GPU gets. DTensor falls back to an all-gather
+    on a CPU."""
     name = "torch.distributed.tensor._collective_utils.local_tensor_mode"
     with patch(name, return_value=True), Operations() as seen:
         found = train(rank, world, config, **options)
-    return {**found, "exchanges": sum(count for name, count in seen.calls.items() if "shard_dim_alltoall" in name)}
+    return {
+        **found,
+        "exchanges": sum(
+            count for name, count in seen.calls.items() if "shard_dim_alltoall" in name
+        ),
+    }
 
 
 def in_own_precision(norm, hidden):
     """The root mean square in the precision of what comes in, where transformers takes float32."""
-    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (
+        norm.weight
+        * hidden
+        * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    )
 
 
 def train_sharing_prompts(rank, world, config, batch, **options):
-    """What ``train`` finds where prompts are shared in float64, too, and in how many passes of this rank."""
+    """What ``train`` finds where prompts are shared in float64, too, and in how many passes of this
+    rank."""
     passes, lay_out = [], packing.shared_prompts
 
     def counted(ids_N, mask_N, lengths_B, group_B):
@@ -127,10 +155,15 @@ def gradients(rank, world, config, batch, dtype="float32"):
     """Those of one optimizer step over the whole batch, and the loss."""
     one = learner(config, dtype, critic=False)
     (step,) = mini_batching(config.actor_rollout_ref.actor, 24)(batch)
-    busy = contributing_sequences(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
+    busy = contributing_sequences(
+        step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor)
+    )
     means = MetricSums()
     one.actor.mismatch = MetricSums()
     one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
-    grads = {name: parameter.grad.full_tensor() for name, parameter in trained_weights(one.actor.module).items()}
+    grads = {
+        name: parameter.grad.full_tensor()
+        for name, parameter in trained_weights(one.actor.module).items()
+    }
     total = one.actor.ranks.gather_metrics(means)
     return {"grads": grads, "loss": total.sums["pg_loss"]}

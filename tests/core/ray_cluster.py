@@ -1,4 +1,5 @@
-"""A tiny model on disk, its configuration, a batch of mixed lengths, Ray: what the tests of several ranks share."""
+"""A tiny model on disk, its configuration, a batch of mixed lengths, Ray: what the tests of several
+ranks share."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def local_ray(cpus: int) -> Iterator[None]:
     import ray
 
     # "local": whatever other Ray may run on this machine
-    ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     try:
         yield
     finally:
@@ -36,7 +39,8 @@ def write_model(folder: Path, **overrides) -> Path:
 
 
 def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "ppo") -> Config:
-    """Two optimizer steps a batch, micro-batches by tokens, float32, KL loss and entropy bonus on."""
+    """Two optimizer steps a batch, micro-batches by tokens, float32, KL loss and entropy bonus
+    on."""
     backend = [text for text in overrides if text.startswith("trainer.backend=")][-1:]
     settings = {
         "data.train_batch_size": 8,
@@ -65,7 +69,8 @@ def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "
 
 
 def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0, *, alike: bool = False) -> TrainBatch:
-    """Rows of 4 to 40 tokens; every field is set, one row carries no loss, one group has no advantage.
+    """Rows of 4 to 40 tokens; every field is set, one row carries no loss, one group has no
+    advantage.
 
     Only where they are ``alike`` the rows of a group begin with the same prompt.
     """

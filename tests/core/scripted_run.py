@@ -1,6 +1,7 @@
 """The whole trainer without a model: a scripted engine answers, scripted workers train.
 
-Answers are numbers, and an answer's score is the number: ``respond(request, version)`` gives the text.
+Answers are numbers, and an answer's score is the number: ``respond(request, version)`` gives the
+text.
 """
 
 from __future__ import annotations
@@ -88,13 +89,15 @@ def arguments(folder: Path, run: str, *overrides: str, steps: int = 6) -> list[s
 class ScriptedWorkers:
     """The phases of :class:`core.cluster.workers.LocalWorkers` without weights.
 
-    ``report(step)`` gives what the update adds to the metrics; ``differ(step)`` is the learner's log-prob less the
-    engine's.
+    ``report(step)`` gives what the update adds to the metrics; ``differ(step)`` is the learner's
+    log-prob less the engine's.
     """
 
     ranks, threads, overlaps, reward_model = 1, 1, False, None
 
-    def __init__(self, config, engine: ScriptedEngine, report: Callable[[int], Values] = lambda step: {}):
+    def __init__(
+        self, config, engine: ScriptedEngine, report: Callable[[int], Values] = lambda step: {}
+    ):
         self.config, self.engine, self.report = config, engine, report
         self.version = 0
 
@@ -104,7 +107,12 @@ class ScriptedWorkers:
     def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         self.version += 1
         batch = list(steps)[-1]
-        metrics = {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0, "actor/entropy": 1.0}
+        metrics = {
+            "actor/pg_loss": 0.0,
+            "actor/grad_norm": 1.0,
+            "actor/skipped_updates": 0.0,
+            "actor/entropy": 1.0,
+        }
         if batch.has("old_log_probs"):
             del metrics["actor/entropy"]
         return {**metrics, **self.report(self.version)}
@@ -132,7 +140,8 @@ def scripted(base: type[RayPPOTrainer] = RayPPOTrainer) -> type[RayPPOTrainer]:
         def __init__(self, config, respond, latency=None, report=lambda step: {}):
             super().__init__(config)
             self.respond, self.latency, self.report = respond, latency, report
-            self.trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # ordinals and versions of each step
+            # Ordinals and versions of each step
+            self.trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
         def make_workers(self, device):
             def respond(request: SampleRequest) -> str:
@@ -143,7 +152,9 @@ def scripted(base: type[RayPPOTrainer] = RayPPOTrainer) -> type[RayPPOTrainer]:
 
         def complete_step(self, groups_P, batch, metrics):
             versions = {t.policy_version for group in groups_P for t in group.trajectories}
-            self.trained.append((tuple(group.prompt.ordinal for group in groups_P), tuple(sorted(versions))))
+            self.trained.append(
+                (tuple(group.prompt.ordinal for group in groups_P), tuple(sorted(versions)))
+            )
             super().complete_step(groups_P, batch, metrics)
 
     return ScriptedTrainer

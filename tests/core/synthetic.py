@@ -58,18 +58,23 @@ def step_metrics(step: int, seed: int, *, rate: float = 0.2, critic: bool = Fals
         }
     )
     if critic:
-        metrics.add({"critic/vf_clipfrac": 0.1, "critic/grad_norm": 2.0, "critic/vf_explained_var": learnt})
+        metrics.add(
+            {"critic/vf_clipfrac": 0.1, "critic/grad_norm": 2.0, "critic/vf_explained_var": learnt}
+        )
         metrics.add({"timing_s/update_critic": 0.3})
     return metrics
 
 
-def records(step: int, seed: int, questions: int, *, rate: float = 0.2, source: str = "lab/hops") -> list[ValRecord]:
+def records(
+    step: int, seed: int, questions: int, *, rate: float = 0.2, source: str = "lab/hops"
+) -> list[ValRecord]:
     """Questions of fixed difficulty: the easy ones are learnt first, in every run."""
     difficulty = np.random.default_rng(0).uniform(0, 1, questions)
     learnt = 0.45 + 0.5 * (1 - math.exp(-rate * step))
     right = difficulty + np.random.default_rng([seed, step, 1]).normal(0, 0.1, questions) < learnt
     return [
-        ValRecord(f"{source}/{i}", source, {"acc": (float(ok),), "reward": (float(ok),)}) for i, ok in enumerate(right)
+        ValRecord(f"{source}/{i}", source, {"acc": (float(ok),), "reward": (float(ok),)})
+        for i, ok in enumerate(right)
     ]
 
 

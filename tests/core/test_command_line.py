@@ -1,4 +1,5 @@
-"""What a dry run opens, and what of a user's ends a command: their code's failure, a Ctrl-C before the first step."""
+"""What a dry run opens, and what of a user's ends a command: their code's failure, a Ctrl-C before
+the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Strict(RayPPOTrainer):
         return "yes"
 
 
-def dry(folder, monkeypatch, capsys, trainer="core.ray_trainer:RayPPOTrainer", *overrides, recipe="grpo"):
+def dry(
+    folder, monkeypatch, capsys, trainer="core.ray_trainer:RayPPOTrainer", *overrides, recipe="grpo"
+):
     """The exit status of a dry run, its output and its errors."""
     monkeypatch.setenv("DRY_RUN", "1")
     capsys.readouterr()
@@ -30,7 +33,9 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
     before = sorted(prepare(tmp_path).rglob("*"))
     status, out, err = dry(tmp_path, monkeypatch, capsys)
     assert status == 0 and err == "" and "not on this machine" not in out
-    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)
+    ] == before
     elsewhere = "never.imported:T", "actor_rollout_ref.model.path=org/name"
     status, out, _ = dry(tmp_path, monkeypatch, capsys, *elsewhere)
     assert status == 0 and "not on this machine: actor_rollout_ref.model.path=org/name" in out
@@ -40,7 +45,8 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
 
 
 def test_a_dry_run_asks_no_server_and_lists_it(tmp_path, monkeypatch, capsys):
-    """The lab's script makes one, and starts the server after it: also where data and model are there already."""
+    """The lab's script makes one, and starts the server after it: also where data and model are
+    there already."""
     prepare(tmp_path)
     search = "recipes.search_r1.search_r1_ray_trainer:SearchR1Trainer"
     url = "http://127.0.0.1:9/retrieve"
@@ -61,9 +67,17 @@ def test_a_dry_run_reports_what_is_wrong_with_each_file(tmp_path, monkeypatch, c
     pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
     drop_column(tmp_path)
     write_reward("import not_there")(tmp_path)
-    wrong = f"data.val_files={tmp_path}/empty.parquet", f"custom_reward_function.path={tmp_path}/reward.py"
+    wrong = (
+        f"data.val_files={tmp_path}/empty.parquet",
+        f"custom_reward_function.path={tmp_path}/reward.py",
+    )
     status, _, err = dry(tmp_path, monkeypatch, capsys, "core.ray_trainer:RayPPOTrainer", *wrong)
-    assert status == 2 and "no column 'data_source'" in err and "has no rows" in err and "install not_there" in err
+    assert (
+        status == 2
+        and "no column 'data_source'" in err
+        and "has no rows" in err
+        and ("install not_there") in err
+    )
 
 
 def drop_column(folder):
@@ -94,7 +108,10 @@ def write_reward(text):
         (spoil_row, "train.parquet"),
         (drop_tokenizer, "actor_rollout_ref.model.path="),
         (write_reward("import nobody_has_this\n"), "custom_reward_function.path="),
-        (write_reward("def compute_score(*args, **kwargs):\n    return 1 / 0\n"), "ZeroDivisionError"),
+        (
+            write_reward("def compute_score(*args, **kwargs):\n    return 1 / 0\n"),
+            "ZeroDivisionError",
+        ),
         (write_reward("def other():\n    pass\n"), "custom_reward_function"),
     ],
 )
@@ -109,11 +126,16 @@ def test_a_dry_run_refuses_what_a_start_would(tmp_path, monkeypatch, capsys, spo
     ("keys", "key"),
     [
         (["data.max_response_length=240"], "data.max_prompt_length"),  # a model of 256 positions
-        (["data.train_batch_size=44", "trainer.total_training_steps=null"], "data.train_batch_size"),
+        (
+            ["data.train_batch_size=44", "trainer.total_training_steps=null"],
+            "data.train_batch_size",
+        ),
         (["trainer.logger=[jsonl,wandb]"], "trainer.logger"),
     ],
 )
-def test_a_dry_run_measures_the_data_and_looks_for_loggers(tmp_path, monkeypatch, capsys, keys, key):
+def test_a_dry_run_measures_the_data_and_looks_for_loggers(
+    tmp_path, monkeypatch, capsys, keys, key
+):
     monkeypatch.setattr("core.tracking.loggers.find_spec", lambda name: None)
     before = sorted(prepare(tmp_path).rglob("*"))
     status, _, err = dry(tmp_path, monkeypatch, capsys, "core.ray_trainer:RayPPOTrainer", *keys)
@@ -122,7 +144,9 @@ def test_a_dry_run_measures_the_data_and_looks_for_loggers(tmp_path, monkeypatch
     assert after == before
 
 
-def test_without_the_data_a_dry_run_compares_the_lengths_with_the_models_positions(tmp_path, monkeypatch, capsys):
+def test_without_the_data_a_dry_run_compares_the_lengths_with_the_models_positions(
+    tmp_path, monkeypatch, capsys
+):
     prepare(tmp_path)
     (tmp_path / "train.parquet").rename(tmp_path / "away.parquet")
     monkeypatch.setenv("DRY_RUN", "1")
@@ -145,7 +169,9 @@ def test_a_failure_of_the_users_code_is_its_traceback_once_and_a_line(tmp_path, 
     (folder / "estimator.py").write_text("def mine(inputs):\n    return inputs.nothing\n")
     config = configured(folder, "run", f"algorithm.adv_estimator={folder}/estimator.py:mine")
     with pytest.raises(SystemExit) as end:
-        command_line.train(lambda made: scripted()(made, lambda request, version: str(request.seed % 5)), config)
+        command_line.train(
+            lambda made: scripted()(made, lambda request, version: str(request.seed % 5)), config
+        )
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("Traceback") == 1 and "core/" not in err
     assert err.splitlines()[-1].startswith(f"{folder}/estimator.py: mine raised AttributeError")
@@ -156,7 +182,9 @@ def test_a_failure_of_our_code_keeps_its_traceback(tmp_path):
         raise RuntimeError("ours")
 
     with pytest.raises(RuntimeError, match="ours"):
-        command_line.train(lambda made: scripted()(made, respond), configured(prepare(tmp_path), "run"))
+        command_line.train(
+            lambda made: scripted()(made, respond), configured(prepare(tmp_path), "run")
+        )
 
 
 def test_a_ctrl_c_before_the_first_step_is_a_line(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,5 @@
-"""Evaluation without a learner: answers that a kill cannot change, scores without a model, a run's own numbers."""
+"""Evaluation without a learner: answers that a kill cannot change, scores without a model, a run's
+own numbers."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def own(files: Path) -> str:
 
 def generate(files: Path, out: Path, *overrides: str, model: str = "model") -> int:
     arguments = keys(files, *overrides)
-    return evaluate.main(["generate", "grpo", *arguments, "--model", str(files / model), "--out", str(out)])
+    return evaluate.main(
+        ["generate", "grpo", *arguments, "--model", str(files / model), "--out", str(out)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,25 +129,45 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
         f"{model}.override_config": {"quantization_config": "evil"},
         "ray_kwargs.ray_init": {"namespace": "b"},
     }
-    with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
+    with CheckpointStore(tmp_path / "run").writing(
+        1, dataclasses.replace(RUN, config=code)
+    ) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "tokenizer_config.json").write_text("{}")
     run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
-    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append .*quantization_config=evil"):
+    with pytest.raises(
+        InputError,
+        match=rf"--run={run}: its settings name code .* append "
+        rf".*quantization_config=evil",
+    ):
         evaluate.request("grpo", [], out, None, run)
-    typed = [f"{model}.trust_remote_code=True", f"+{model}.override_config.quantization_config=evil"]
+    typed = [
+        f"{model}.trust_remote_code=True",
+        f"+{model}.override_config.quantization_config=evil",
+    ]
     with pytest.raises(InputError, match="names? code"):
         evaluate.request("grpo", typed, out, None, run)
     typed += ["ray_kwargs.ray_init.namespace=b"]
-    assert evaluate.request("grpo", typed, out, None, run).config.actor_rollout_ref.model.override_config
+    assert evaluate.request(
+        "grpo", typed, out, None, run
+    ).config.actor_rollout_ref.model.override_config
 
 
 def test_a_file_of_answers_names_no_code(tmp_path, capsys):
     config = {"custom_reward_function.path": "evil.py"}
-    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": config}
+    manifest = {
+        "kind": "answers",
+        "format": 1,
+        "recipe": "grpo",
+        "questions": 0,
+        "samples": 1,
+        "config": config,
+    }
     (tmp_path / "a.jsonl").write_text("")
     (tmp_path / "a.manifest.json").write_text(json.dumps(manifest))
-    assert "append custom_reward_function.path=evil.py" in refused(["score", str(tmp_path / "a.jsonl")], capsys)
+    assert "append custom_reward_function.path=evil.py" in refused(
+        ["score", str(tmp_path / "a.jsonl")], capsys
+    )
 
 
 # --- a run's own numbers ---
@@ -154,10 +177,14 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(files, tmp_path, c
     rounding = ("actor_rollout_ref.rollout.dtype=bfloat16", "trainer.health.logp_diff.bound=null")
     folder = run(files, tmp_path / "run", *rounding)
     newest = evaluate.request("grpo", [], tmp_path / "a.jsonl", None, str(folder))
-    assert newest.checkpoint.step == 2 and newest.config.data.max_response_length == 6  # the run's, not the recipe's
-    changed = evaluate.request("grpo", ["data.max_response_length=7"], newest.out, None, f"{folder}/global_step_1")
-    assert changed.config.data.max_response_length == 7 and changed.config.actor_rollout_ref.model.path.endswith(
-        "global_step_1/actor"
+    # The run's, not the recipe's
+    assert newest.checkpoint.step == 2 and newest.config.data.max_response_length == 6
+    changed = evaluate.request(
+        "grpo", ["data.max_response_length=7"], newest.out, None, f"{folder}/global_step_1"
+    )
+    assert (
+        changed.config.data.max_response_length == 7
+        and changed.config.actor_rollout_ref.model.path.endswith("global_step_1/actor")
     )
 
     def learner(*args, **kwargs):
@@ -165,8 +192,12 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(files, tmp_path, c
 
     monkeypatch.setattr("core.learner.learner.Actor.__init__", learner)
     out = tmp_path / "answers.jsonl"
-    assert evaluate.main(["generate", "grpo", "--run", f"{folder}/global_step_1", "--out", str(out)]) == 0
-    assert "custom_reward_function.path" in refused(["score", str(out)], capsys)  # a file of answers names no code
+    assert (
+        evaluate.main(["generate", "grpo", "--run", f"{folder}/global_step_1", "--out", str(out)])
+        == 0
+    )
+    # A file of answers names no code
+    assert "custom_reward_function.path" in refused(["score", str(out)], capsys)
     assert evaluate.main(["score", str(out), own(files)]) == 0
     scores = tmp_path / "answers.scores-reward.jsonl"
     assert scores.read_text() == (folder / "validation" / "1.jsonl").read_text()
@@ -176,7 +207,9 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(files, tmp_path, c
     stored = json.loads((tmp_path / "answers.scores-reward.report.json").read_text())
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     logged = next(line for line in lines if line["step"] == 1)
-    assert stored["metrics"] == {name: logged[name] for name in logged if name.startswith(("val-core/", "val-aux/"))}
+    assert stored["metrics"] == {
+        name: logged[name] for name in logged if name.startswith(("val-core/", "val-aux/"))
+    }
 
 
 def cut(path: Path, count: int, rest: str = "") -> list[str]:
@@ -223,9 +256,13 @@ def refused(arguments: list[str], capsys) -> str:
     return line
 
 
-def test_answers_of_other_settings_or_of_another_model_do_not_go_into_the_file(files, copied, capsys):
+def test_answers_of_other_settings_or_of_another_model_do_not_go_into_the_file(
+    files, copied, capsys
+):
     before = copied.read_bytes(), (copied.parent / "shared.manifest.json").read_bytes()
-    pq.write_table(pa.Table.from_pylist([example("tests/letters", 0)]), copied.parent / "other.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([example("tests/letters", 0)]), copied.parent / "other.parquet"
+    )
     for given, said in (
         ("actor_rollout_ref.rollout.val_kwargs.top_p=0.9", "val_kwargs.top_p was 1.0, is 0.9"),
         ("data.val_max_samples=2", "prompts was"),
@@ -234,7 +271,9 @@ def test_answers_of_other_settings_or_of_another_model_do_not_go_into_the_file(f
         assert generate(files, copied, given) == 2
         line = capsys.readouterr().err
         assert said in line and "give another --out" in line
-    tiny_model("llama", seed=1, hidden_size=16, intermediate_size=16).save_pretrained(copied.parent / "other")
+    tiny_model("llama", seed=1, hidden_size=16, intermediate_size=16).save_pretrained(
+        copied.parent / "other"
+    )
     tiny_tokenizer().save_pretrained(copied.parent / "other")
     arguments = ["generate", "grpo", *keys(files), "--out", str(copied), "--model"]
     assert evaluate.main([*arguments, str(copied.parent / "other")]) == 2
@@ -251,7 +290,9 @@ def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
     assert "no config.json there" in refused([*base, "--model", f"{tmp_path}/nope"], capsys)
     assert "either --model" in refused([*base, "--model", "a/b", "--run", "c"], capsys)
     assert f"--run={tmp_path}" in refused([*base, "--run", str(tmp_path)], capsys)
-    assert "recipe=nope: has no" in refused(["generate", "nope", *base[2:], "--model", "a/b"], capsys)
+    assert "recipe=nope: has no" in refused(
+        ["generate", "nope", *base[2:], "--model", "a/b"], capsys
+    )
     assert "must end in .jsonl" in refused([*base[:-1], "answers.json", "--model", "a/b"], capsys)
     assert not out.parent.exists()
 
@@ -262,17 +303,29 @@ def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
 def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsys):
     assert evaluate.main(["score", str(copied), own(files), "--name", "three", MODULUS]) == 0
     three = [json.loads(line) for line in (copied.parent / "shared.scores-three.jsonl").open()]
-    assert len(three) == 13 and set(three[0]) > {"uid", "data_source", "acc", "reward", "pred", "length"}
+    assert len(three) == 13 and set(three[0]) > {
+        "uid",
+        "data_source",
+        "acc",
+        "reward",
+        "pred",
+        "length",
+    }
     rows = list(read_lines(copied).values())
     first = [row["response"] for row in rows if row["ordinal"] == -1]
     assert three[0]["acc"] == [float(sum(map(ord, text)) % 3 == 0) for text in first]
     assert three[0]["length"] == [6.0] * 4 or max(three[0]["length"]) <= 6
     told = json.loads((copied.parent / "shared.scores-three.manifest.json").read_text())
-    assert told["scorer"] == "three" and told["scorers"] == ["reward"] and told["settings"]["trainer.seed"] == 1
+    assert (
+        told["scorer"] == "three"
+        and told["scorers"] == ["reward"]
+        and told["settings"]["trainer.seed"] == 1
+    )
 
 
 def failing(folder: Path, condition: str) -> str:
-    """Return the override for a function that grades the answers at start and then fails where the condition holds."""
+    """Return the override for a function that grades the answers at start and then fails where the
+    condition holds."""
     (folder / "failing.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    length, index = extra_info['rollout']['response_length'], extra_info['index']\n"
@@ -282,12 +335,16 @@ def failing(folder: Path, condition: str) -> str:
     return f"custom_reward_function.path={folder}/failing.py"
 
 
-def test_failures_stand_beside_an_accuracy_and_negative_scores_are_none(files, copied, capsys, caplog):
+def test_failures_stand_beside_an_accuracy_and_negative_scores_are_none(
+    files, copied, capsys, caplog
+):
     assert evaluate.main(["score", str(copied), failing(copied.parent, "index == 0")]) == 0
     said = capsys.readouterr().out
     scores = copied.with_name("shared.scores-failing.jsonl")
     lost = [sum(json.loads(line)["crash"]) for line in scores.read_text().splitlines()]
-    assert 0 < sum(lost) <= 8 and f"the scorer failed on {sum(lost) / 52:.1%} of the answers" in said
+    assert (
+        0 < sum(lost) <= 8 and f"the scorer failed on {sum(lost) / 52:.1%} of the answers" in said
+    )
     assert "KeyError: 'absent'" in caplog.text and caplog.text.count("Traceback") == 1
     assert accuracies.main([str(scores)]) == 0
     table = capsys.readouterr().out
@@ -309,25 +366,45 @@ def test_a_wrong_data_set_is_refused(files, copied, capsys):
     assert "reward_model.enable=True: " in capsys.readouterr().err  # no model is loaded to score
     assert evaluate.main(["score", str(copied), none]) == 2
     said = capsys.readouterr().err
-    assert "no scorer for data_source='tests/letters'" in said and "data_source='tests/digits'" in said
+    assert (
+        "no scorer for data_source='tests/letters'" in said and "data_source='tests/digits'" in said
+    )
     assert "decides answers" in refused(["score", str(copied), "trainer.seed=3"], capsys)
 
 
 def test_incomplete_answers_have_no_score(files, copied, capsys):
     cut(copied, 40, '{"half')
-    assert "holds 40 of 52 answers; repeat its generate command" in refused(["score", str(copied)], capsys)
+    assert "holds 40 of 52 answers; repeat its generate command" in refused(
+        ["score", str(copied)], capsys
+    )
     (copied.parent / "shared.manifest.json").unlink()
     assert "no shared.manifest.json beside it" in refused(["score", str(copied)], capsys)
     assert generate(files, copied) == 2  # and is no file to go on with
 
 
 def test_an_episode_comes_back_with_its_mask_and_segments():
-    segments = (Segment("tool", "seen"), Segment("policy", "ask"), Segment("tool", "told"), Segment("policy", "say"))
+    segments = (
+        Segment("tool", "seen"),
+        Segment("policy", "ask"),
+        Segment("tool", "told"),
+        Segment("policy", "say"),
+    )
     mask = [False, False, True, True, True, False, True]
     trajectory = Trajectory(
-        np.array([3]), np.arange(7), np.array(mask), np.zeros(7), segments, Stop.EOS, 2, 5, turns=2, tool_calls=1
+        np.array([3]),
+        np.arange(7),
+        np.array(mask),
+        np.zeros(7),
+        segments,
+        Stop.EOS,
+        2,
+        5,
+        turns=2,
+        tool_calls=1,
     )
-    prompt = Prompt(-1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule", opened_tag="<think>")
+    prompt = Prompt(
+        -1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule", opened_tag="<think>"
+    )
     row = json.loads(json.dumps(answer_line(prompt, 0, trajectory, "text")))
     back = trajectory_of(row)
     assert row["mask_runs"] == [0, 2, 3, 1, 1] and row["response"] == "asksay"
@@ -344,8 +421,16 @@ def test_a_scorer_of_recorded_answers_gets_the_values_that_training_gives(tmp_pa
         "nanoseconds": pa.array([day.replace(tzinfo=None)], pa.timestamp("ns")),
         "span": pa.array([timedelta(1, 2, 3)], pa.duration("ns")),
         "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
-        **{name: [value] for name, value in {"time": day.time(), "date": day.date(), "at": day}.items()},
-        **{"text": ["2020-01-05"], "money": [Decimal("1.10")], "spent": [timedelta(-1, 5)], "none": [None]},
+        **{
+            name: [value]
+            for name, value in {"time": day.time(), "date": day.date(), "at": day}.items()
+        },
+        **{
+            "text": ["2020-01-05"],
+            "money": [Decimal("1.10")],
+            "spent": [timedelta(-1, 5)],
+            "none": [None],
+        },
     }
     gold = pa.StructArray.from_arrays([pa.array([b"\x00\xff"])], ["ground_truth"])
     extra = pa.StructArray.from_arrays([pa.array(value) for value in facts.values()], [*facts])
@@ -362,7 +447,14 @@ def test_a_scorer_of_recorded_answers_gets_the_values_that_training_gives(tmp_pa
 def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     out = tmp_path / "a.jsonl"
-    command = ["generate", "dapo", "preset=script", "data.val_files=/nowhere/aime.parquet", "--model", "org/name"]
+    command = [
+        "generate",
+        "dapo",
+        "preset=script",
+        "data.val_files=/nowhere/aime.parquet",
+        "--model",
+        "org/name",
+    ]
     assert evaluate.main([*command, "--out", str(out)]) == 0
     assert "32 answers a question of /nowhere/aime.parquet" in capsys.readouterr().out
     assert evaluate.main(["score", str(out), "--name", "x"]) == 0
@@ -375,7 +467,10 @@ def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_engines_of_a_cluster_give_the_same_answers(files, answers, tmp_path):
     """Two engine actors and no learner rank: greedy and short, so that rounding cannot show."""
-    greedy = ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "actor_rollout_ref.rollout.val_kwargs.n=1")
+    greedy = (
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=False",
+        "actor_rollout_ref.rollout.val_kwargs.n=1",
+    )
     over = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
     assert generate(files, tmp_path / "local.jsonl", *greedy) == 0
     assert generate(files, tmp_path / "ray.jsonl", *greedy, *over) == 0
@@ -390,10 +485,17 @@ def test_what_decides_on_answers_holds_no_secret():
 
 def test_answers_have_to_fit_into_the_models_positions(tmp_path):
     folder = write_lengths(tmp_path)
-    config = configured(folder, "run", "data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}")
+    config = configured(
+        folder, "run", "data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}"
+    )
     trainer = RayPPOTrainer(config)
     trainer.load_data()
     long = configured(folder, "run", "data.max_response_length=57")
-    answering = evaluate.answering(long, recipes.TRAINER, trainer.tokenizer, None, trainer.val_prompts)
-    with pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow"), answering:
+    answering = evaluate.answering(
+        long, recipes.TRAINER, trainer.tokenizer, None, trainer.val_prompts
+    )
+    with (
+        pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow"),
+        answering,
+    ):
         pass

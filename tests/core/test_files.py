@@ -1,4 +1,5 @@
-"""Files: names that lead elsewhere, what a download left out, and URLs: in memory, in a folder and on an S3 server."""
+"""Files: names that lead elsewhere, what a download left out, and URLs: in memory, in a folder and
+on an S3 server."""
 
 import fcntl
 import json
@@ -36,7 +37,9 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError), replacing(tmp_path / "a") as partial:
         partial.write_text("half")
         raise OSError
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (
+        tmp_path / "a"
+    ).read_text() == "old"
 
 
 @pytest.mark.parametrize("name", ["actor/../../x", "../x", "..", "/tmp/x", "link/x"])
@@ -46,7 +49,10 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(name, tmp_path):
     with pytest.raises(InputError, match="MANIFEST: the file name .* leads out of its folder"):
         inside(tmp_path / "folder", name, "MANIFEST")
     for ordinary in ("a/b.json", "..a", "a..b/.c", "é/中", "~x"):  # the folder itself may be a link
-        assert inside(tmp_path / "folder" / "link", ordinary, "") == tmp_path / "folder" / "link" / ordinary
+        assert (
+            inside(tmp_path / "folder" / "link", ordinary, "")
+            == tmp_path / "folder" / "link" / ordinary
+        )
 
 
 @pytest.fixture
@@ -56,7 +62,10 @@ def model(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    save_file({"a": np.zeros((30, 4), np.float32), "b": np.ones(7, np.float32)}, folder / "model.safetensors")
+    save_file(
+        {"a": np.zeros((30, 4), np.float32), "b": np.ones(7, np.float32)},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -76,7 +85,11 @@ def root(request, tmp_path, copies):
 
 def contents(folder) -> dict[str, bytes]:
     folder = Path(folder)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_folder_is_copied_once_and_anew_where_it_has_changed(root, model, copies):
@@ -89,7 +102,9 @@ def test_a_folder_is_copied_once_and_anew_where_it_has_changed(root, model, copi
     files._copied.cache_clear()  # as in another process
     assert local_path(url) == local_path(f"{url}/") == found
     assert {path: path.stat().st_mtime_ns for path in Path(found).rglob("*")} == times
-    assert contents(local_path(url, without=WEIGHT_FILES)).keys() == contents(model).keys() - {"model.safetensors"}
+    assert contents(local_path(url, without=WEIGHT_FILES)).keys() == contents(model).keys() - {
+        "model.safetensors"
+    }
     put(model, url)
     (model / "config.json").write_text("{ }")
     put(model, url)
@@ -111,7 +126,9 @@ def test_an_interrupted_copy_is_made_again(model, copies, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(memory, "get_file", breaks)
-        with pytest.raises(InputError, match=f"model.path={url}: cannot be read .ConnectionError: reset"):
+        with pytest.raises(
+            InputError, match=f"model.path={url}: cannot be read .ConnectionError: reset"
+        ):
             local_path(url, "model.path")
     assert contents(local_path(url, "model.path")) == contents(model)
 
@@ -120,7 +137,9 @@ def test_another_process_that_copies_is_waited_for(model, tmp_path, copies):
     url = put(model, f"file://{tmp_path}/there")
     found = Path(local_path(url))
     shutil.rmtree(found.parent)
-    program = f"from core.files import local_path; print('begun', flush=True); print(local_path({url!r}))"
+    program = (
+        f"from core.files import local_path; print('begun', flush=True); print(local_path({url!r}))"
+    )
     with open(found.parent.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -142,7 +161,9 @@ def test_what_cannot_be_read_at_a_url_is_one_line(copies, monkeypatch):
         assert "\n" not in str(caught.value) and not copies.exists()
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/bucket/model/a", b"")
-    monkeypatch.setattr(type(memory), "find", lambda *_, **__: {"/bucket/model/../../evil": {"size": 1}})
+    monkeypatch.setattr(
+        type(memory), "find", lambda *_, **__: {"/bucket/model/../../evil": {"size": 1}}
+    )
     with pytest.raises(InputError, match="leads out of its folder"):
         local_path(f"{MEMORY}/model")
 
@@ -162,9 +183,15 @@ def test_a_start_looks_up_urls_and_a_dry_run_their_drivers_alone(model, copies):
 
 def test_examples_tokenizers_and_bases_of_a_url_are_those_of_the_files(tmp_path, copies):
     made = prepare(tmp_path / "files")
-    rows, url = put(made / "train.parquet", f"{MEMORY}/a.parquet"), put(made / "model", f"{MEMORY}/model")
+    rows, url = (
+        put(made / "train.parquet", f"{MEMORY}/a.parquet"),
+        put(made / "model", f"{MEMORY}/model"),
+    )
     there, here = ExampleFile(rows), ExampleFile(str(made / "train.parquet"))
-    assert there.example(3).prompt == here.example(3).prompt and there.example(3).where == f"{rows} row 3"
+    assert (
+        there.example(3).prompt == here.example(3).prompt
+        and there.example(3).where == f"{rows} row 3"
+    )
     assert sha256_of(rows) == sha256_of(str(made / "train.parquet"))
     load_tokenizer(compose("grpo", [f"actor_rollout_ref.model.path={url}"]).actor_rollout_ref.model)
     assert not list(copies.rglob("*.safetensors")), "a tokenizer needs no weights"
@@ -177,11 +204,19 @@ def test_commands_take_urls_of_checkpoints_and_runs(model, tmp_path, copies, cap
     url = put(tmp_path / "run", f"{MEMORY}/grpo/run")
     assert export([f"{url}/global_step_2", str(tmp_path / "out")]) == 0
     assert contents(tmp_path / "out") == contents(model)
-    assert export([url, str(tmp_path / "other")]) == 2 and f"{url}: names no checkpoint" in capsys.readouterr().err
-    assert request("grpo", [], tmp_path / "a.jsonl", None, f"{url}/global_step_2").checkpoint.step == 2
+    assert (
+        export([url, str(tmp_path / "other")]) == 2
+        and f"{url}: names no checkpoint" in capsys.readouterr().err
+    )
+    assert (
+        request("grpo", [], tmp_path / "a.jsonl", None, f"{url}/global_step_2").checkpoint.step == 2
+    )
     run = put(ROOT / "results" / "grpo" / "lab-seed1", f"{MEMORY}/grpo/lab-seed1")
     fsspec.filesystem("memory").pipe_file("/bucket/grpo/lab-seed1/global_step_2/model", b"large")
-    assert report([run, "--out", str(tmp_path / "report")]) == 0 and (tmp_path / "report" / "report.md").exists()
+    assert (
+        report([run, "--out", str(tmp_path / "report")]) == 0
+        and (tmp_path / "report" / "report.md").exists()
+    )
     assert not list(copies.rglob("lab-seed1/global_step_2"))
 
 
@@ -196,7 +231,8 @@ def s3(monkeypatch):
         for name, value in reached.items():
             monkeypatch.setenv(name, value)
         driver = fsspec.get_filesystem_class("s3")
-        driver.clear_instance_cache()  # which reads login and address from the environment once and keeps both
+        # Which reads login and address from the environment once and keeps both
+        driver.clear_instance_cache()
         fsspec.filesystem("s3").mkdir("bucket")
         yield
     driver.clear_instance_cache()
@@ -207,7 +243,10 @@ def test_a_run_folder_on_s3_is_gone_on_with_on_another_machine(s3, tmp_path, cop
     made = prepare(tmp_path / "files")
     model, rows = (put(made / name, f"{BUCKET}/{name}") for name in ("model", "train.parquet"))
     assert contents(local_path(model)) == contents(made / "model")
-    assert sha256_of(rows) == sha256_of(str(made / "train.parquet")) and ExampleFile(rows).example(3).prompt
+    assert (
+        sha256_of(rows) == sha256_of(str(made / "train.parquet"))
+        and ExampleFile(rows).example(3).prompt
+    )
 
     def run_on(machine: str, *steps: int) -> RemoteCopy:
         run = RemoteCopy(f"{BUCKET}/grpo/run", CheckpointStore(tmp_path / machine, keep=2))
@@ -228,7 +267,10 @@ def test_a_run_folder_on_s3_is_gone_on_with_on_another_machine(s3, tmp_path, cop
         patch.setattr(RemoteCopy, "put", end)
         run_on("one", 2, 4)
     there = set(fsspec.filesystem("s3").find("bucket/grpo/run"))
-    assert "bucket/grpo/run/global_step_4/weights" in there and "global_step_4/manifest.json" not in str(there)
+    assert (
+        "bucket/grpo/run/global_step_4/weights" in there
+        and "global_step_4/manifest.json" not in str(there)
+    )
     two = run_on("two")
     assert two.store.latest().step == 2
     assert run_on("two", 4, 6).steps() == [4, 6] == run_on("three").steps()

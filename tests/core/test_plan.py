@@ -1,4 +1,5 @@
-"""The plan: sizes of models, what shares or offloads the state, what does not fit. ``tests/scale`` has the passes."""
+"""The plan: sizes of models, what shares or offloads the state, what does not fit. ``tests/scale``
+has the passes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ OFFLOAD = (f"{ACTOR}.fsdp_config.param_offload=True",)
 ALONE = ("trainer.backend=local", f"{ROLLOUT}.name=hf")
 
 
-def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str | None = "H100", recipe: str = "grpo"):
+def planned(
+    *overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str | None = "H100", recipe: str = "grpo"
+):
     config = compose(recipe, [f"{MODEL}={model}", *overrides])
     return Plan(config, on)
 
@@ -36,15 +39,25 @@ def size(found: plan.Plan, role: str, words: str) -> float:
 # --- sizes of models ---
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "deepseek-ai/deepseek-llm-7b"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "deepseek-ai/deepseek-llm-7b"]
+)
 def test_parameters_are_those_that_transformers_makes(name):
     import transformers
 
     shape = shape_of(name)
     kind = "Qwen2" if shape.bias else "Llama"
     config = getattr(transformers, f"{kind}Config")(
-        **{"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.mlp},
-        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab},
+        **{
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.layers,
+            "intermediate_size": shape.mlp,
+        },
+        **{
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "vocab_size": shape.vocab,
+        },
         tie_word_embeddings=shape.tied,
     )
     with torch.device("meta"):
@@ -56,8 +69,19 @@ def test_parameters_are_those_that_transformers_makes(name):
 
 
 def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
-    fields = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {**fields, "intermediate_size": 16, "vocab_size": 32, "tie_word_embeddings": False, "model_type": "qwen2"}
+    fields = {
+        "hidden_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = {
+        **fields,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "tie_word_embeddings": False,
+        "model_type": "qwen2",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape_of(str(tmp_path)) == SMALL
     assert shape_of(str(tmp_path), {"num_hidden_layers": 5}).layers == 5
@@ -65,7 +89,9 @@ def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
         shape_of("Qwen/Qwen25-7B")
 
 
-@pytest.mark.parametrize("text", ['{"hidden_size": 0}', '{"vision_config": {}}', "", "[]", "\udcff"])
+@pytest.mark.parametrize(
+    "text", ['{"hidden_size": 0}', '{"vision_config": {}}', "", "[]", "\udcff"]
+)
 def test_a_damaged_configuration_of_a_model_is_named(text, tmp_path):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match="config.json"):
@@ -77,11 +103,18 @@ def test_a_damaged_configuration_of_a_model_is_named(text, tmp_path):
 
 def test_the_formulas_at_hand_made_values():
     """h 8, q 8, kv 4, m 16, L 3, V 32: every term differs, so a term that is lost shows."""
-    assert SMALL.block == 2 * 8 * 8 + 2 * 8 * 4 + (8 + 8) + 3 * 8 * 16 + 16 and SMALL.ends == 2 * 32 * 8 + 8
+    assert (
+        SMALL.block == 2 * 8 * 8 + 2 * 8 * 4 + (8 + 8) + 3 * 8 * 16 + 16
+        and SMALL.ends == 2 * 32 * 8 + 8
+    )
     assert SMALL.kv_bytes(2) == 2 * 3 * 4 * 2
     assert block_bytes(SMALL, 2) == 16 * (4 + 2 + 2) + (24 + 8) * 2 + 4 * 16 * 2
     head = head_bytes(SMALL, 10, 2)
-    assert head == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2 == head_bytes(SMALL, 10, 2, trains=False) + 1024
+    assert (
+        head
+        == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2
+        == head_bytes(SMALL, 10, 2, trains=False) + 1024
+    )
 
 
 # --- plans ---
@@ -90,17 +123,26 @@ def test_the_formulas_at_hand_made_values():
 def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
     alone, eight = planned(), planned(*RAY)
     weights, moments = 4.0 * alone.shape.parameters, 8.0 * alone.shape.parameters
-    assert size(alone, "policy", "optimizer") == moments and size(eight, "policy", "optimizer") == moments / 8
+    assert (
+        size(alone, "policy", "optimizer") == moments
+        and size(eight, "policy", "optimizer") == moments / 8
+    )
     half = planned(*RAY, f"{ACTOR}.fsdp_config.fsdp_size=2")
     assert size(half, "policy", "optimizer") == moments / 2
     between, both, always = (
         planned(*RAY, *(f"{ACTOR}.fsdp_config.{name}=True" for name in names))
-        for names in (("optimizer_offload",), ("optimizer_offload", "param_offload"), ("offload_policy",))
+        for names in (
+            ("optimizer_offload",),
+            ("optimizer_offload", "param_offload"),
+            ("offload_policy",),
+        )
     )
     found = [one.host_bytes for one in (eight, between, both, always)]
     assert found == [0, moments / 8, (weights + moments) / 8, (weights + moments) / 8]
     least = [one.phase_bytes["generate"] for one in (eight, between, both)]
-    assert [least[0] - other for other in least[1:]] == pytest.approx([moments / 8, (weights + moments) / 8])
+    assert [least[0] - other for other in least[1:]] == pytest.approx(
+        [moments / 8, (weights + moments) / 8]
+    )
     assert both.phase_bytes["update"] == pytest.approx(eight.phase_bytes["update"])
 
 
@@ -111,7 +153,9 @@ def test_adapters_and_split_sequences_take_less():
     assert size(lora, "policy", "optimizer") == 8.0 * adapters / 8
     assert lora.checkpoint_bytes == 12.0 * adapters
     longer = ("data.max_response_length=32256", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
-    shared = planned(*RAY, *longer, f"{ACTOR}.{ULYSSES}=2", "actor_rollout_ref.model.use_remove_padding=True")
+    shared = planned(
+        *RAY, *longer, f"{ACTOR}.{ULYSSES}=2", "actor_rollout_ref.model.use_remove_padding=True"
+    )
     assert "activations of 16384 tokens" in "".join(part.what for part in shared.parts)
 
 
@@ -128,10 +172,14 @@ def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own
     found = planned(*RAY, recipe="ppo")
     critic = [part for part in found.parts if part.role == "critic"]
     assert [part.phases for part in critic] == [plan.PHASES] * 2 + [("critic update",)]
-    assert not [p for p in found.parts if p.role == "policy" and not p.state and "critic update" in p.phases]
+    assert not [
+        p for p in found.parts if p.role == "policy" and not p.state and "critic update" in p.phases
+    ]
     state = 12.0 * found.shape.critic_parameters / 8
     away = planned(
-        *RAY, *(f"critic.model.fsdp_config.{name}_offload=True" for name in ("param", "optimizer")), recipe="ppo"
+        *RAY,
+        *(f"critic.model.fsdp_config.{name}_offload=True" for name in ("param", "optimizer")),
+        recipe="ppo",
     )
     assert away.host_bytes == state and found.host_bytes == 0
     assert found.phase_bytes["critic update"] == pytest.approx(away.phase_bytes["critic update"])
@@ -256,12 +304,16 @@ def test_a_model_that_reads_pictures_is_not_split():
     model = f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct"
     assert not problems(model, *ALONE)
     for key in (f"{ACTOR}.{ULYSSES}=2", f"{ACTOR}.{TENSOR}=2"):
-        (told,) = problems(model, f"{ROLLOUT}.{TENSOR}=1", key, "actor_rollout_ref.model.use_remove_padding=True")
+        (told,) = problems(
+            model, f"{ROLLOUT}.{TENSOR}=1", key, "actor_rollout_ref.model.use_remove_padding=True"
+        )
         assert told.startswith(f"{key}: ")
 
 
 def test_a_start_ends_with_the_problems(monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit) as ended:
-        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct", *ALONE, "algorithm.adv_estimator=gae"])
+        prepare(
+            "grpo", [f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct", *ALONE, "algorithm.adv_estimator=gae"]
+        )
     assert ended.value.code == 2 and "algorithm.adv_estimator=gae" in capsys.readouterr().err

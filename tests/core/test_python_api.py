@@ -44,9 +44,13 @@ def examples(count):
 def test_a_list_of_examples_and_a_function_train(tmp_path, monkeypatch, reward):
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run = train("grpo", model="./model", data=examples(8), val_data=examples(3), reward=reward, keys=KEYS)
+    run = train(
+        "grpo", model="./model", data=examples(8), val_data=examples(3), reward=reward, keys=KEYS
+    )
     assert run.folder.is_relative_to(tmp_path) and (run.folder / "global_step_2").is_dir()
-    assert [row["step"] for row in run.metrics] == [0, 1, 2] and 0 < run.metrics[1]["critic/score/mean"] < 1
+    assert [row["step"] for row in run.metrics] == [0, 1, 2] and 0 < run.metrics[1][
+        "critic/score/mean"
+    ] < 1
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
 

@@ -1,4 +1,5 @@
-"""What passes from phase to phase of a step: the update trains on the estimator's output, the controller on its KL."""
+"""What passes from phase to phase of a step: the update trains on the estimator's output, the
+controller on its KL."""
 
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("trainer"))
 
 
-@pytest.mark.parametrize("overrides", [(), ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5")]
+)
 def test_the_update_trains_on_what_the_estimator_returned_whatever_is_masked(folder, overrides):
-    """Groups with an answer that could not be graded too: it has no advantage, and the others have those of GRPO."""
+    """Groups with an answer that could not be graded too: it has no advantage, and the others have
+    those of GRPO."""
     seen = []
 
     class Watching(scripted()):
         def make_workers(self, device):
             workers = super().make_workers(device)
-            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs.clone()  # a KL of 0
+            # A KL of 0
+            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs.clone()
             return workers
 
         def update(self, batch, metrics):
@@ -41,7 +46,11 @@ def test_the_update_trains_on_what_the_estimator_returned_whatever_is_masked(fol
             batch, self.estimator = super().compute_advantages(batch, metrics), estimate
             return batch
 
-    keys = ("actor_rollout_ref.rollout.n=4", "reward_model.on_error=mask", "trainer.health.scorer_errors.bound=null")
+    keys = (
+        "actor_rollout_ref.rollout.n=4",
+        "reward_model.on_error=mask",
+        "trainer.health.scorer_errors.bound=null",
+    )
     config = configured(folder, f"masked-{len(overrides)}", *keys, *overrides, steps=3)
     Watching(
         config, lambda request, version: "x" if request.seed % 5 == 4 else str(request.seed % 5)
@@ -84,7 +93,9 @@ def test_each_steps_kl_moves_the_coefficient_of_the_next_step(folder):
     Apart(config, lambda request, version: str(request.seed % 5)).init_workers().fit()
     lines = (folder / "controller/metrics.jsonl").read_text().splitlines()
     found = [
-        SimpleNamespace(**{name.rpartition("/")[2]: value for name, value in json.loads(line).items()})
+        SimpleNamespace(
+            **{name.rpartition("/")[2]: value for name, value in json.loads(line).items()}
+        )
         for line in lines
     ]
     coefficient, expected = 0.4, []
@@ -96,37 +107,63 @@ def test_each_steps_kl_moves_the_coefficient_of_the_next_step(folder):
 
 
 def test_each_step_trains_at_the_rate_of_its_own_place_in_the_schedule(folder):
-    """Three steps of a half cosine, of actor and critic: a schedule read a step late would start or end elsewhere."""
+    """Three steps of a half cosine, of actor and critic: a schedule read a step late would start or
+    end elsewhere."""
     cosine = ("lr_scheduler_type=cosine", "lr_warmup_steps=0", "min_lr_ratio=0.1")
-    keys = [f"{part}.optim.{key}" for part in ("actor_rollout_ref.actor", "critic") for key in cosine]
-    keys += ["actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=2e-3", "critic.ppo_mini_batch_size=4"]
-    config = configured(folder, "schedule", *keys, f"critic.model.path={folder / 'model'}", steps=3, recipe="ppo")
+    keys = [
+        f"{part}.optim.{key}" for part in ("actor_rollout_ref.actor", "critic") for key in cosine
+    ]
+    keys += [
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.optim.lr=2e-3",
+        "critic.ppo_mini_batch_size=4",
+    ]
+    config = configured(
+        folder, "schedule", *keys, f"critic.model.path={folder / 'model'}", steps=3, recipe="ppo"
+    )
     RayPPOTrainer(config).init_workers().fit()
-    lines = [json.loads(line) for line in (folder / "schedule/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "schedule/metrics.jsonl").read_text().splitlines()
+    ]
     rates = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 3)) for step in range(3)]
     assert [line["actor/lr"] for line in lines] == pytest.approx([1e-3 * rate for rate in rates])
     assert [line["critic/lr"] for line in lines] == pytest.approx([2e-3 * rate for rate in rates])
 
 
 def test_the_policy_begins_to_train_in_the_step_of_critic_warmup_with_its_own_warm_up(folder):
-    """As in verl 0.6.1: ``critic_warmup <= global_steps``, and the policy's schedule moves when it trains."""
-    keys = ("trainer.critic_warmup=3", "critic.ppo_mini_batch_size=4", f"critic.model.path={folder / 'model'}")
+    """As in verl 0.6.1: ``critic_warmup <= global_steps``, and the policy's schedule moves when it
+    trains."""
+    keys = (
+        "trainer.critic_warmup=3",
+        "critic.ppo_mini_batch_size=4",
+        f"critic.model.path={folder / 'model'}",
+    )
     rates = ("optim.lr=1e-3", "optim.lr_warmup_steps=2")
-    keys += tuple(f"{part}.{rate}" for part in ("actor_rollout_ref.actor", "critic") for rate in rates)
+    keys += tuple(
+        f"{part}.{rate}" for part in ("actor_rollout_ref.actor", "critic") for rate in rates
+    )
     config = configured(folder, "warmup", *keys, steps=4, recipe="ppo")
     RayPPOTrainer(config).init_workers().fit()
-    lines = [json.loads(line) for line in (folder / "warmup/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "warmup/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line.get("actor/lr") for line in lines] == [None, None, 0.5e-3, 1e-3]
     assert [line["critic/lr"] for line in lines] == [0.5e-3, 1e-3, 1e-3, 1e-3]
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_is_read_at_the_temperature_of_the_policy(folder, rank):
-    """Before a weight has moved their KL is 0 at any temperature, whether the reference is a copy or the base."""
+    """Before a weight has moved their KL is 0 at any temperature, whether the reference is a copy
+    or the base."""
     keys = ("actor.use_kl_loss=True", f"model.lora_rank={rank}", "rollout.temperature=0.7")
-    config = configured(folder, f"reference-{rank}", *(f"actor_rollout_ref.{key}" for key in keys), steps=1)
+    config = configured(
+        folder, f"reference-{rank}", *(f"actor_rollout_ref.{key}" for key in keys), steps=1
+    )
     RayPPOTrainer(config).init_workers().fit()
-    (line,) = [json.loads(line) for line in (folder / f"reference-{rank}/metrics.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(line)
+        for line in (folder / f"reference-{rank}/metrics.jsonl").read_text().splitlines()
+    ]
     assert abs(line["actor/kl_loss"]) < 1e-9 and line["actor/entropy"] > 1
 
 
@@ -139,17 +176,28 @@ def test_no_pass_over_the_data_trains_on_a_validation_question(folder, tmp_path)
 
     class Watching(scripted()):
         def complete_step(self, groups_P, batch, metrics):
-            epochs[(metrics.step - 1) // 2] += [group.prompt.messages[0]["content"] for group in groups_P]
+            epochs[(metrics.step - 1) // 2] += [
+                group.prompt.messages[0]["content"] for group in groups_P
+            ]
             super().complete_step(groups_P, batch, metrics)
 
     files = (f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet")
-    keys = (*files, "data.val_max_samples=-1", "trainer.test_freq=2", "trainer.val_before_train=True")
-    Watching(configured(folder, "epochs", *keys), lambda request, _: str(request.seed % 5)).init_workers().fit()
+    keys = (
+        *files,
+        "data.val_max_samples=-1",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=True",
+    )
+    Watching(
+        configured(folder, "epochs", *keys), lambda request, _: str(request.seed % 5)
+    ).init_workers().fit()
     examples = [row[0]["content"] for row in table.slice(0, 8)["prompt"].to_pylist()]
     assert [sorted(epoch) for epoch in epochs] == [sorted(examples)] * 3
 
 
 def test_without_a_critic_no_step_waits_for_its_warm_up(folder):
-    run = scripted()(configured(folder, "none", "trainer.critic_warmup=5", steps=2), lambda *_: "1").init_workers()
+    run = scripted()(
+        configured(folder, "none", "trainer.critic_warmup=5", steps=2), lambda *_: "1"
+    ).init_workers()
     run.fit()
     assert run.workers.version == 2

@@ -1,4 +1,5 @@
-"""What a run writes: its checkpoints, and what a disk that refuses them ends; its records, mended at a start."""
+"""What a run writes: its checkpoints, and what a disk that refuses them ends; its records, mended
+at a start."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def respond(request, version):
 def start(folder: Path, *overrides: str):
     if not (folder / "model").exists():
         prepare(folder)
-    return scripted()(configured(folder, "run", "trainer.save_freq=1", *overrides), respond).init_workers()
+    return scripted()(
+        configured(folder, "run", "trainer.save_freq=1", *overrides), respond
+    ).init_workers()
 
 
 def full_at(monkeypatch, *steps: int) -> None:
@@ -83,13 +86,18 @@ def test_no_validation_files_are_no_validation(tmp_path):
     run = start(tmp_path, *settings)
     run.fit()
     rows = map(json.loads, (run.run.run_dir / "metrics.jsonl").read_text().splitlines())
-    assert [(row["step"], [name for name in row if name.startswith("val-")]) for row in rows] == [(1, []), (2, [])]
+    assert [(row["step"], [name for name in row if name.startswith("val-")]) for row in rows] == [
+        (1, []),
+        (2, []),
+    ]
     found = examine("grpo", [*settings, "trainer.val_only=True"])
     assert [line.partition("=")[0] for line in found.problems] == ["trainer.val_only"]
     assert "trainer.test_freq" in found.unused
 
 
-def test_a_batch_beyond_the_data_and_trained_questions_that_validate_are_warned_of(tmp_path, caplog):
+def test_a_batch_beyond_the_data_and_trained_questions_that_validate_are_warned_of(
+    tmp_path, caplog
+):
     prepare(tmp_path)
     (row,) = pq.read_table(configured(tmp_path, "run").data.train_files[0]).slice(0, 1).to_pylist()
     chat = [{"role": "user", "content": "Another question?"}]
@@ -121,12 +129,17 @@ def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, mon
     full_at(monkeypatch, 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=3")
     with pytest.raises(
-        WriteFailed, match=r"the checkpoint of step 3 could not be written.*written are those of steps \[1\]"
+        WriteFailed,
+        match=r"the checkpoint of step 3 could not be written.*written are those of "
+        r"steps \[1\]",
     ):
         run.fit()
     monkeypatch.undo()
     manifest = json.loads((run.run.run_dir / "manifest.json").read_text())
-    assert manifest["status"] == "failed" and "step 3 could not be written" in manifest["stopped_because"]
+    assert (
+        manifest["status"] == "failed"
+        and "step 3 could not be written" in manifest["stopped_because"]
+    )
     again = start(tmp_path, "trainer.total_training_steps=4")
     assert again.run.step == 1
     again.fit()
@@ -137,7 +150,10 @@ def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, mon
 def test_the_last_step_is_saved_unless_saving_is_off(tmp_path, caplog, frequency, kept):
     run = start(tmp_path, "trainer.total_training_steps=3", f"trainer.save_freq={frequency}")
     run.fit()
-    assert sorted(int(one.name.split("_")[-1]) for one in run.run.run_dir.glob("global_step_*")) == kept
+    assert (
+        sorted(int(one.name.split("_")[-1]) for one in run.run.run_dir.glob("global_step_*"))
+        == kept
+    )
     assert ("no weights are kept" in caplog.text) == (frequency == 0)
 
 
@@ -164,7 +180,11 @@ def test_a_failed_last_write_ends_the_command_with_a_line_and_1(tmp_path, monkey
         train(lambda _: run, run.config)
     assert ended.value.code == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the checkpoint of step 1 could not be written" in last and "GiB free" in last and "Make room" in last
+    assert (
+        "the checkpoint of step 1 could not be written" in last
+        and "GiB free" in last
+        and "Make room" in last
+    )
 
 
 def test_the_first_line_comes_after_the_checks_of_the_data(tmp_path, capsys):
@@ -195,15 +215,21 @@ def test_a_run_that_lost_a_process_goes_on_from_its_checkpoint(tmp_path, capsys)
     assert began == [1, 2, 3, 3, 4]
     began.clear()
     with pytest.raises(SystemExit) as ended:
-        train(lambda one: Losing(one, respond), configured(tmp_path, "other", *keys, "trainer.max_restarts=0", steps=4))
+        train(
+            lambda one: Losing(one, respond),
+            configured(tmp_path, "other", *keys, "trainer.max_restarts=0", steps=4),
+        )
     assert ended.value.code == 1 and "trainer.max_restarts=0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost_in", [5, 6])
 def test_a_restart_of_a_run_from_another_runs_checkpoint_begins_there_again(tmp_path, lost_in):
-    """Not at step 0 from the base model, nor from what an earlier run left in the folder: step 2, where it is."""
+    """Not at step 0 from the base model, nor from what an earlier run left in the folder: step 2,
+    where it is."""
     start(tmp_path, "trainer.total_training_steps=4").fit()
-    start(tmp_path, "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/new").fit()
+    start(
+        tmp_path, "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/new"
+    ).fit()
     began = []
 
     class Losing(scripted()):
@@ -214,7 +240,12 @@ def test_a_restart_of_a_run_from_another_runs_checkpoint_begins_there_again(tmp_
             super().complete_step(groups_P, batch, metrics)
 
     path = f"trainer.resume_from_path={tmp_path}/run/global_step_4"
-    keys = ("trainer.resume_mode=resume_path", path, "trainer.max_restarts=1", "trainer.save_freq=1")
+    keys = (
+        "trainer.resume_mode=resume_path",
+        path,
+        "trainer.max_restarts=1",
+        "trainer.save_freq=1",
+    )
     assert train(lambda one: Losing(one, respond), configured(tmp_path, "new", *keys)).run.step == 6
     assert began == ([(5, 5), (5, 5), (6, 6)] if lost_in == 5 else [(5, 5), (6, 6), (6, 6)])
 

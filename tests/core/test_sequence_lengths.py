@@ -1,4 +1,5 @@
-"""What is longer than the model has positions is refused before a model loads, not by the engine when it comes."""
+"""What is longer than the model has positions is refused before a model loads, not by the engine
+when it comes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
 
 
 def write_lengths(folder):
-    """Write a model of 256 positions, training prompts of 26 tokens and a validation prompt of 200."""
+    """Write a model of 256 positions, training prompts of 26 tokens and a validation prompt of
+    200."""
     prepare(folder)
     write_parquet(folder / "long.parquet", [plain_row(0, text="a" * 200)])
     return folder
@@ -34,8 +36,13 @@ def problems(folder, *overrides):
 
 def test_a_training_prompt_with_its_response_has_to_fit(folder):
     line, of_validation = problems(folder, "data.max_response_length=240")
-    assert line.startswith("data.max_prompt_length=64, data.max_response_length=240: the longest prompt of ")
-    assert "data.train_files has 26 tokens and 240 may follow" in line and "max_position_embeddings=256; lower" in line
+    assert line.startswith(
+        "data.max_prompt_length=64, data.max_response_length=240: the longest prompt of "
+    )
+    assert (
+        "data.train_files has 26 tokens and 240 may follow" in line
+        and "max_position_embeddings=256; lower" in line
+    )
     assert "data.val_files" in of_validation
 
 

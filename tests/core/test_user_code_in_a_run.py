@@ -53,17 +53,23 @@ def config(tmp_path):
     model = write_model(tmp_path / "model")
 
     def make(*overrides, recipe="grpo"):
-        return cluster_config(model, *(f"{key}={value}" for key, value in fixed.items()), *overrides, recipe=recipe)
+        return cluster_config(
+            model, *(f"{key}={value}" for key, value in fixed.items()), *overrides, recipe=recipe
+        )
 
     return make
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def module_of(path):
-    return next(module for module in sys.modules.values() if getattr(module, "__file__", None) == str(path))
+    return next(
+        module for module in sys.modules.values() if getattr(module, "__file__", None) == str(path)
+    )
 
 
 @pytest.mark.parametrize("by", ["file", "module"])
@@ -89,7 +95,8 @@ def test_an_estimator_and_a_loss_of_the_users_own_train(tmp_path, config, monkey
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 def test_answers_are_scored_while_others_still_decode(config, manager):
-    """The last sample is held back until a verdict is there: a loop that scores afterwards would wait in vain."""
+    """The last sample is held back until a verdict is there: a loop that scores afterwards would
+    wait in vain."""
     events, verdict = [], asyncio.Event()
     long = ["data.max_response_length=40", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
     trainer = RayPPOTrainer(config(f"reward_model.reward_manager={manager}", *long)).init_workers()

@@ -1,4 +1,5 @@
-"""A Ray cluster of two nodes on this machine: a head, and a node on 127.0.0.2 that may see other files."""
+"""A Ray cluster of two nodes on this machine: a head, and a node on 127.0.0.2 that may see other
+files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ OPTIONS = ("--num-cpus=2", "--object-store-memory=100000000", "--block")
 
 def namespaces() -> bool:
     """Whether this user may have mounts of its own."""
-    return shutil.which("unshare") is not None and subprocess.run(["unshare", "-m", "true"]).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(["unshare", "-m", "true"]).returncode == 0
+    )
 
 
 class TwoNodes:
@@ -49,13 +53,26 @@ class TwoNodes:
         command = [*RAY, "start", f"--node-ip-address={ip}", *OPTIONS]
         command += head if ip == "127.0.0.1" else [f"--address={self.address}"]
         if ip != "127.0.0.1" and self.mounts:
-            binds = " && ".join(f"mount --bind '{source}' '{place}'" for source, place in self.mounts)
-            command = ["unshare", "-m", "sh", "-c", f'mount --make-rprivate / && {binds} && exec "$@"', "x", *command]
+            binds = " && ".join(
+                f"mount --bind '{source}' '{place}'" for source, place in self.mounts
+            )
+            command = [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                f'mount --make-rprivate / && {binds} && exec "$@"',
+                "x",
+                *command,
+            ]
         with open(self.folder / f"{ip}.log", "w") as log:
-            self.nodes[ip] = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, start_new_session=True)
+            self.nodes[ip] = subprocess.Popen(
+                command, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def until_started(self, ip: str) -> None:
-        """Wait for Ray there. On a busy machine its own patience of 30 s may end before; then it is started again."""
+        """Wait for Ray there. On a busy machine its own patience of 30 s may end before; then it is
+        started again."""
         log = self.folder / f"{ip}.log"
         deadline = time.monotonic() + PATIENCE_S
         while "Ray runtime started" not in log.read_text():

@@ -51,7 +51,8 @@ def test_a_good_file(files, tokenizer, capsys):
     ]
     # The template adds <bos>user: , a newline and <bos>assistant: , 20 tokens in all.
     characters, tokens = (
-        [int(word) for word in line.partition(";")[0].split() if word.isdigit()] for line in first[5:7]
+        [int(word) for word in line.partition(";")[0].split() if word.isdigit()]
+        for line in first[5:7]
     )
     assert len(tokens) == 5 and tokens == [count + 20 for count in characters]
     assert first[6].endswith("; 4 longer than 250")
@@ -70,7 +71,8 @@ def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
         ],
     )
     good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
-    code, out = checked(capsys, tmp_path / "none.parquet", bad, good)  # the first hides neither other
+    # The first hides neither other
+    code, out = checked(capsys, tmp_path / "none.parquet", bad, good)
     assert code == 1 and "none.parquet: the file does not exist" in out
     assert "prompt must not be empty in 1 row (3)" in out
     assert "the ground truth is empty in 1 row (1)" in out
@@ -84,9 +86,19 @@ def test_an_odd_ground_truth_is_read_or_named_with_row_and_field(tmp_path, capsy
         ("nq", {"target": 1984}, 0, "problems      none"),
         ("nq", {"target": [None]}, 1, "(0: target[0] must be a text or a number, got None)"),
         ("nq", {"target": ["A"]}, 0, "note          reward_model.ground_truth: "),
-        ("countdown", {"target": 5, "numbers": "2 3"}, 1, "(0: numbers must be a list of whole numbers, got '2 3')"),
+        (
+            "countdown",
+            {"target": 5, "numbers": "2 3"},
+            1,
+            "(0: numbers must be a list of whole numbers, got '2 3')",
+        ),
         ("math_dapo", "None", 1, "(0: reads 'None', which is how a missing value looks as text)"),
-        ("codecontests", {"inputs": ["1"], "outputs": [None]}, 1, "(0: outputs[0] must be a text, a number, or a list"),
+        (
+            "codecontests",
+            {"inputs": ["1"], "outputs": [None]},
+            1,
+            "(0: outputs[0] must be a text, a number, or a list",
+        ),
     ]:
         with subtests.test(source=source, gold=gold, code=code, line=line):
             rows = [plain_row(0, source, reward_model={"style": "rule", "ground_truth": gold})]
@@ -105,7 +117,9 @@ def test_copies_and_disputes_are_notes(tmp_path, capsys):
     assert "  prompts       plain string 7; 4 different" in out
     assert "  note          3 rows repeat an earlier prompt" in out
     assert "  note          1 prompts have more than one ground truth or data source" in out
-    assert out.count("  note          1 names (source/split/index) stand for different questions") == 2
+    assert (
+        out.count("  note          1 names (source/split/index) stand for different questions") == 2
+    )
     assert f"  note          1 prompts are also in {one}" in out
 
 
@@ -113,6 +127,10 @@ def test_a_chat_that_the_template_refuses_is_a_problem(tmp_path, tokenizer, caps
     no_template = tiny_tokenizer()
     no_template.chat_template = "{{ raise_exception('roles must alternate') }}"
     no_template.save_pretrained(tmp_path / "refusing")
-    chat = write_parquet(tmp_path / "a.parquet", [plain_row(0, **GRADED, prompt=[{"role": "user", "content": "x"}])])
+    chat = write_parquet(
+        tmp_path / "a.parquet", [plain_row(0, **GRADED, prompt=[{"role": "user", "content": "x"}])]
+    )
     code, out = checked(capsys, chat, "--tokenizer", tmp_path / "refusing")
-    assert code == 1 and "the chat template refuses a prompt in 1 row (0: roles must alternate)" in out
+    assert (
+        code == 1 and "the chat template refuses a prompt in 1 row (0: roles must alternate)" in out
+    )

@@ -29,18 +29,29 @@ def test_a_row_has_the_prompt_of_verls_script(tmp_path):
         {"problem": "Find y.", "answer": "5", "images": [decoded]},
     ]
     rows = [geo3k.row(example, "train", index) for index, example in enumerate(examples)]
-    assert rows[0]["prompt"][0]["content"].startswith("<image>Find x. You FIRST think about the reasoning process")
-    assert rows[0]["data_source"] == "hiyouga/geometry3k" and rows[0]["reward_model"]["ground_truth"] == "4"
+    assert rows[0]["prompt"][0]["content"].startswith(
+        "<image>Find x. You FIRST think about the reasoning process"
+    )
+    assert (
+        rows[0]["data_source"] == "hiyouga/geometry3k"
+        and rows[0]["reward_model"]["ground_truth"] == "4"
+    )
     assert rows[1]["prompt"][0]["content"].startswith("<image>Find y. ")
     assert geo3k.row({**examples[0], "answer": ""}, "train", 0) is None
     write_rows(tmp_path / "train.parquet", rows)
     stream = stream_of(tmp_path / "train.parquet")
-    blue = next(p for p in (stream.prompt(i) for i in range(2)) if "Find y" in p.messages[0]["content"])
+    blue = next(
+        p for p in (stream.prompt(i) for i in range(2)) if "Find y" in p.messages[0]["content"]
+    )
     assert (pixels(blue.media.pictures[0]) == [0, 0, 255]).all()
 
 
 def test_with_tools_a_row_has_the_same_question_behind_a_system_message():
-    example = {"problem": "<image>Find x.", "answer": "4", "images": [{"bytes": png(), "path": None}]}
+    example = {
+        "problem": "<image>Find x.",
+        "answer": "4",
+        "images": [{"bytes": png(), "path": None}],
+    }
     plain, made = geo3k.row(example, "test", 3), geo3k_multiturn_w_tool.row(example, "test", 3)
     assert made["prompt"][0] == {"role": "system", "content": geo3k_multiturn_w_tool.SYSTEM}
     assert made["prompt"][1:] == plain["prompt"] and made["images"] == plain["images"]

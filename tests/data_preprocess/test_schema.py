@@ -17,7 +17,9 @@ def test_what_is_written_reads_back(tmp_path):
     assert (written.rows, written.sha256) == (3, sha256_of(written.path))
     assert str(written) == f"{written.path}: 3 rows, sha256 {written.sha256}"
     assert pq.read_table(written.path).to_pylist() == rows()
-    assert [row.name for row in ExampleFile(written.path).examples(Problems())] == [f"s/train/{n}" for n in range(3)]
+    assert [row.name for row in ExampleFile(written.path).examples(Problems())] == [
+        f"s/train/{n}" for n in range(3)
+    ]
     again = write_rows(tmp_path / "again.parquet", rows())
     assert again.sha256 == written.sha256
 
@@ -25,7 +27,10 @@ def test_what_is_written_reads_back(tmp_path):
 def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, subtests):
     for bad, message in [
         ([], "there are no rows to write"),
-        ([*rows(2), make_row("s", "q", None, "math")], "must be given where the style is not 'model' in 1 row (2"),
+        (
+            [*rows(2), make_row("s", "q", None, "math")],
+            "must be given where the style is not 'model' in 1 row (2",
+        ),
         ([*rows(2), make_row("s", " ", "1", "math")], "prompt must not be empty in 1 row (2)"),
         ([*rows(2), make_row("s", "q", 3, "math")], "do not fit into one schema"),
         ([{"prompt": "x"}], "no column 'data_source'"),
@@ -35,7 +40,11 @@ def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, subtests):
             before = write_rows(path, rows()).sha256
             with pytest.raises(InputError) as caught:
                 write_rows(path, bad)
-            assert message in str(caught.value) and str(path) in str(caught.value) and ".part" not in str(caught.value)
+            assert (
+                message in str(caught.value)
+                and str(path) in str(caught.value)
+                and ".part" not in str(caught.value)
+            )
             assert sha256_of(path) == before
             assert os.listdir(tmp_path) == ["train.parquet"]
 
@@ -55,6 +64,7 @@ def test_a_field_that_is_null_throughout_is_text(tmp_path):
     without = [make_row("s", "q", "1", "math", index=0, level=None)]
     with_level = [make_row("s", "q", "1", "math", index=0, level="Level 3")]
     schemas = [
-        pq.read_schema(write_rows(tmp_path / f"{n}.parquet", r).path) for n, r in enumerate((without, with_level))
+        pq.read_schema(write_rows(tmp_path / f"{n}.parquet", r).path)
+        for n, r in enumerate((without, with_level))
     ]
     assert schemas[0].equals(schemas[1])

@@ -1,4 +1,5 @@
-"""The scripts on slices of the real data, on files as they are published, and on a stand-in for the hub."""
+"""The scripts on slices of the real data, on files as they are published, and on a stand-in for the
+hub."""
 
 import json
 import os
@@ -24,7 +25,10 @@ def local(tmp_path):
     """Folders that look like the downloaded data sets."""
     for name, files in {
         "gsm8k": {"gsm8k_train.jsonl": "train.jsonl", "gsm8k_test.jsonl": "test.jsonl"},
-        "math": {"math_test.jsonl": "test.jsonl", "math_train_answers_only.json": "train_answers_only.json"},
+        "math": {
+            "math_test.jsonl": "test.jsonl",
+            "math_train_answers_only.json": "train_answers_only.json",
+        },
     }.items():
         (tmp_path / name).mkdir()
         for source, target in files.items():
@@ -38,7 +42,10 @@ def read(path):
 
 def test_gsm8k_rows_are_verl_s(local, capsys):
     out = local / "out"
-    assert run(gsm8k.SOURCE, ["--local_dir", str(out), "--local_dataset_path", str(local / "gsm8k")]) == 0
+    assert (
+        run(gsm8k.SOURCE, ["--local_dir", str(out), "--local_dataset_path", str(local / "gsm8k")])
+        == 0
+    )
     train, test = read(out / "train.parquet"), read(out / "test.parquet")
     question = json.loads((SLICES / "gsm8k_train.jsonl").read_text().split("\n")[0])
     suffix = ' Let\'s think step by step and output the final answer after "####".'
@@ -47,19 +54,41 @@ def test_gsm8k_rows_are_verl_s(local, capsys):
         "prompt": [{"role": "user", "content": question["question"] + suffix}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "72"},
-        "extra_info": {"split": "train", "index": 0, "answer": question["answer"], "question": question["question"]},
+        "extra_info": {
+            "split": "train",
+            "index": 0,
+            "answer": question["answer"],
+            "question": question["question"],
+        },
     }
-    assert [row["reward_model"]["ground_truth"] for row in train] == ["72", "10", "5", "42", "624", "35", "1080", "-7"]
+    assert [row["reward_model"]["ground_truth"] for row in train] == [
+        "72",
+        "10",
+        "5",
+        "42",
+        "624",
+        "35",
+        "1080",
+        "-7",
+    ]
     assert [row["extra_info"]["split"] for row in test] == ["test"] * 4
     assert f"{out / 'train.parquet'}: 8 rows, sha256 " in capsys.readouterr().out
 
 
 def test_math_rows_are_verl_s_with_level_and_subject(local, capsys):
     out = local / "out"
-    assert run(math_dataset.SOURCE, ["--local_save_dir", str(out), "--local_dataset_path", str(local / "math")]) == 0
+    assert (
+        run(
+            math_dataset.SOURCE,
+            ["--local_save_dir", str(out), "--local_dataset_path", str(local / "math")],
+        )
+        == 0
+    )
     train, test = read(out / "train.parquet"), read(out / "test.parquet")
     raw = json.loads((SLICES / "math_test.jsonl").read_text().split("\n")[0])
-    content = raw["problem"] + " Let's think step by step and output the final answer within \\boxed{}."
+    content = raw["problem"] + (
+        " Let's think step by step and output the final answer within \\boxed{}."
+    )
     assert test[0]["prompt"] == [{"role": "user", "content": content}]
     assert test[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
     named = {"split": "test", "index": 0, "level": "Level 3", "subject": "Algebra"}
@@ -72,7 +101,8 @@ def test_math_rows_are_verl_s_with_level_and_subject(local, capsys):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Return a function that puts a stand-in in the place of ``datasets``, and the questions to the hub."""
+    """Return a function that puts a stand-in in the place of ``datasets``, and the questions to the
+    hub."""
     asked = []
 
     def answer(found) -> list:
@@ -82,7 +112,9 @@ def hub(monkeypatch):
                 raise found
             return found
 
-        fake = SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=KeyError))
+        fake = SimpleNamespace(
+            load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=KeyError)
+        )
         monkeypatch.setitem(sys.modules, "datasets", fake)
         return asked
 
@@ -100,7 +132,9 @@ def test_the_hub_is_asked_for_the_right_configuration(tmp_path, hub):
 def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path, hub, capsys):
     hub(ConnectionError("no route to host"))
     assert run(math_dataset.SOURCE, ["--local_dir", str(tmp_path)]) == 2
-    assert "no route to host" in (error := capsys.readouterr().err) and "--local_dataset_path" in error
+    assert (
+        "no route to host" in (error := capsys.readouterr().err) and "--local_dataset_path" in error
+    )
 
 
 def test_bad_arguments_end_with_2_and_a_line(tmp_path, capsys, subtests):
@@ -126,15 +160,19 @@ def test_bad_arguments_end_with_2_and_a_line(tmp_path, capsys, subtests):
 def test_the_command_runs_and_expands_the_home_folder(local):
     command = [sys.executable, "-m", "data_preprocess.gsm8k", "--local_dir", "~/made"]
     command += ["--local_dataset_path", "~/gsm8k"]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "HOME": str(local)}, capture_output=True)
+    subprocess.run(
+        command, check=True, cwd=ROOT, env={**os.environ, "HOME": str(local)}, capture_output=True
+    )
     assert sorted(os.listdir(local / "made")) == ["test.parquet", "train.parquet"]
 
 
 # -- DAPO's training prompts and AIME: one split, copies removed --
 
 PUBLISHED = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to "
+    "put your answer on its "
     'own line after "Answer:".'
 )
 
@@ -150,11 +188,25 @@ def published_example(question, answer, index):
 
 
 def test_dapo_keeps_each_prompt_once_with_the_exact_text(tmp_path, capsys):
-    examples = [published_example(q, a, i) for q, a, i in (("1+1?", "2", "x"), ("2+2?", "4", "y"), ("1+1?", "2", "z"))]
-    examples += [published_example("2+2?", "5", "w"), published_example("3+3?", "6", "v"), examples[0]] * 3
-    pq.write_table(pa.Table.from_pylist(examples), tmp_path / "dapo-math-17k.parquet", row_group_size=5)
+    examples = [
+        published_example(q, a, i)
+        for q, a, i in (("1+1?", "2", "x"), ("2+2?", "4", "y"), ("1+1?", "2", "z"))
+    ]
+    examples += [
+        published_example("2+2?", "5", "w"),
+        published_example("3+3?", "6", "v"),
+        examples[0],
+    ] * 3
+    pq.write_table(
+        pa.Table.from_pylist(examples), tmp_path / "dapo-math-17k.parquet", row_group_size=5
+    )
     source = str(tmp_path / "dapo-math-17k.parquet")
-    assert run(dapo_math.SOURCE, ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", source]) == 0
+    assert (
+        run(
+            dapo_math.SOURCE, ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", source]
+        )
+        == 0
+    )
     rows = read(tmp_path / "out" / "train.parquet")
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4", "6"]
     assert rows[1] == {
@@ -165,13 +217,22 @@ def test_dapo_keeps_each_prompt_once_with_the_exact_text(tmp_path, capsys):
         "extra_info": {"split": "train", "index": 1, "question": "2+2?", "source_id": "y"},
     }
     printed = capsys.readouterr().out
-    assert "9 of 12 left out, the same question as an earlier one\n  3 of these have another answer" in printed
+    assert (
+        "9 of 12 left out, the same question as an earlier one\n  3 of these have another answer"
+    ) in printed
     assert "no test split" not in printed and os.listdir(tmp_path / "out") == ["train.parquet"]
 
 
 def test_every_split_of_the_hub_is_read_where_there_is_only_one(tmp_path, hub):
-    asked = hub({"train": [published_example("q", "073", 0)] * 32, "extra": [published_example("p", "000", 1)] * 32})
+    asked = hub(
+        {
+            "train": [published_example("q", "073", 0)] * 32,
+            "extra": [published_example("p", "000", 1)] * 32,
+        }
+    )
     assert run(aime.SOURCE, ["--local_dir", str(tmp_path)]) == 0
     rows = read(tmp_path / "test.parquet")
     found = [(row["data_source"], row["reward_model"]["ground_truth"]) for row in rows]
-    assert found == [("aime2024", "73"), ("aime2024", "0")] and asked == [("BytedTsinghua-SIA/AIME-2024",)]
+    assert found == [("aime2024", "73"), ("aime2024", "0")] and asked == [
+        ("BytedTsinghua-SIA/AIME-2024",)
+    ]

@@ -25,6 +25,9 @@ def test_rows_are_gsm8ks_with_tools_that_the_file_has(tmp_path):
     assert len(file) == len(examples)
     row, plain = file.example(0), gsm8k.row(examples[0], "test", 0)
     assert row.prompt[0] == {"role": "system", "content": gsm8k_multiturn_w_tool.SYSTEM}
-    assert list(row.prompt[1:]) == plain["prompt"] and row.ground_truth == plain["reward_model"]["ground_truth"]
+    assert (
+        list(row.prompt[1:]) == plain["prompt"]
+        and row.ground_truth == plain["reward_model"]["ground_truth"]
+    )
     tools = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)
     assert list(chosen_tools(tools, row.extra_info)) == list(gsm8k_multiturn_w_tool.TOOLS)

@@ -1,4 +1,5 @@
-"""Writes one checkpoint after another until it is killed, and says so after each: ``python -m ... ROOT FIRST_STEP``."""
+"""Writes one checkpoint after another until it is killed, and says so after each: ``python -m ...
+ROOT FIRST_STEP``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from core.checkpoint.store import CheckpointStore
 
 
 def content(step: int, index: int) -> bytes:
-    """What file ``index`` of step ``step`` holds: large enough for a kill to fall into its writing."""
+    """What file ``index`` of step ``step`` holds: large enough for a kill to fall into its
+    writing."""
     return (f"{step}-{index} ".encode() * 4000)[: 20_000 + 1000 * index]
 
 

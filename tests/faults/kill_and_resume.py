@@ -1,8 +1,9 @@
-"""Kills a training command again and again, lets it resume, and compares the result with an undisturbed run.
+"""Kills a training command again and again, lets it resume, and compares the result with an
+undisturbed run.
 
 whole = run_uninterrupted(command, tmp / "whole")
-killed = run_with_kills(command, tmp / "killed", [AtPoint("update", 3), AtRandom()], random.Random(0))
-assert compare_runs(whole.folder, killed.folder) == []
+killed = run_with_kills(command, tmp / "killed", [AtPoint("update", 3), AtRandom()],
+random.Random(0)) assert compare_runs(whole.folder, killed.folder) == []
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class AtPoint:
 
 @dataclass(frozen=True)
 class AtRandom:
-    """At a random later step, and at a random moment within ``step_seconds`` after that step's metrics appeared."""
+    """At a random later step, and at a random moment within ``step_seconds`` after that step's
+    metrics appeared."""
 
     step_seconds: float = 0.5
 
@@ -64,7 +66,11 @@ class RunFailed(AssertionError):
 
 
 def run_uninterrupted(
-    cmd_factory: CmdFactory, folder: Path, *, env: Mapping[str, str] | None = None, timeout: float = 600
+    cmd_factory: CmdFactory,
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600,
 ) -> Outcome:
     """Run the command to its end."""
     with launched(cmd_factory(folder), folder, dict(env or {})) as process:
@@ -73,7 +79,12 @@ def run_uninterrupted(
 
 
 def run_with_kills(
-    cmd_factory: CmdFactory, folder: Path, kills: Sequence[Kill], rng: random.Random, *, finish: bool = True
+    cmd_factory: CmdFactory,
+    folder: Path,
+    kills: Sequence[Kill],
+    rng: random.Random,
+    *,
+    finish: bool = True,
 ) -> Outcome:
     """Start the command once for every kill, in order, and then (``finish``) let it run to its end.
 
@@ -102,11 +113,16 @@ def run_with_kills(
 
 
 class launched:
-    """The command as a process group of its own, its output in ``<folder>.log``; nothing of it outlives the block."""
+    """The command as a process group of its own, its output in ``<folder>.log``; nothing of it
+    outlives the block."""
 
     def __init__(self, command: list[str], folder: Path, env: Mapping[str, str] | None = None):
         self.command, self.folder = command, folder
-        self.env = {**{k: v for k, v in os.environ.items() if k != VARIABLE}, "PYTHONPATH": str(ROOT), **(env or {})}
+        self.env = {
+            **{k: v for k, v in os.environ.items() if k != VARIABLE},
+            "PYTHONPATH": str(ROOT),
+            **(env or {}),
+        }
 
     def __enter__(self) -> subprocess.Popen:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -136,16 +152,21 @@ def _wait(process: subprocess.Popen, timeout: float) -> int:
 def _check(status: int, folder: Path, *, expected: int) -> None:
     if status != expected:
         tail = "\n".join(_log(folder).read_text(errors="replace").splitlines()[-30:])
-        raise RunFailed(f"exit status {status}, expected {expected}. The end of {_log(folder)}:\n{tail}")
+        raise RunFailed(
+            f"exit status {status}, expected {expected}. The end of {_log(folder)}:\n{tail}"
+        )
 
 
-def _wait_until(process: subprocess.Popen, end: float, done: Callable[[], bool] = lambda: False) -> None:
+def _wait_until(
+    process: subprocess.Popen, end: float, done: Callable[[], bool] = lambda: False
+) -> None:
     while process.poll() is None and time.monotonic() < end and not done():
         time.sleep(POLL_S)
 
 
 def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random) -> None:
-    """Wait until this process has written metrics and the file has as many lines as before, or up to three more."""
+    """Wait until this process has written metrics and the file has as many lines as before, or up
+    to three more."""
     before = read_lines(metrics)
     target = max(1, len(before) + rng.randrange(4) - 1)
 
@@ -165,9 +186,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def compare_runs(a: Path, b: Path) -> list[str]:
-    """Return what differs between two finished runs: their last checkpoints to the bit, and metrics without times.
+    """Return what differs between two finished runs: their last checkpoints to the bit, and metrics
+    without times.
 
-    Empty where nothing does. Every file of the checkpoint counts: weights, optimizer, RNG and driver state.
+    Empty where nothing does. Every file of the checkpoint counts: weights, optimizer, RNG and
+    driver state.
     """
     return [*compare_checkpoints(a, b), *_compare_metrics(a / "metrics.jsonl", b / "metrics.jsonl")]
 
@@ -193,9 +216,14 @@ def _compare_files(name: str, a: Path, b: Path) -> Iterator[str]:
     else:
         yield f"{name} differs"
         return
-    different = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
+    different = [
+        key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)
+    ]
     if different:
-        yield f"{name}: {len(different)} of {len(left)} values differ, such as {', '.join(different[:3])}"
+        yield (
+            f"{name}: {len(different)} of {len(left)} values differ, such as "
+            f"{', '.join(different[:3])}"
+        )
 
 
 def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -203,7 +231,14 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{where}/{key}")
     elif isinstance(value, torch.Tensor):
-        yield where, (str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        yield (
+            where,
+            (
+                str(value.dtype),
+                tuple(value.shape),
+                value.reshape(-1).view(torch.uint8).numpy().tobytes(),
+            ),
+        )
     else:
         yield where, repr(value)
 
@@ -215,5 +250,7 @@ def _compare_metrics(a: Path, b: Path) -> Iterator[str]:
     for number, (one, other) in enumerate(zip(left, right, strict=False), start=1):
         there, here = json.loads(one), json.loads(other)
         for key in sorted(there.keys() | here.keys()):
-            if not key.startswith(TIMES) and json.dumps(there.get(key)) != json.dumps(here.get(key)):
+            if not key.startswith(TIMES) and json.dumps(there.get(key)) != json.dumps(
+                here.get(key)
+            ):
                 yield f"metrics line {number}, {key}: {there.get(key)} there, {here.get(key)} here"

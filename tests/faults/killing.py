@@ -1,8 +1,9 @@
-"""Kill a run at a named moment: ``python -m tests.faults.killing MODULE key=value ...`` runs a main module, patched.
+"""Kill a run at a named moment: ``python -m tests.faults.killing MODULE key=value ...`` runs a main
+module, patched.
 
-``RLREPRO_KILL_AT=update:3`` kills the process (SIGKILL, no clean-up of any kind) in step 3 as it begins to update the
-policy. The kill-and-resume tests hit moments so that are too short to be hit by chance. What is patched is named below;
-the code of a run knows nothing of it.
+``RLREPRO_KILL_AT=update:3`` kills the process (SIGKILL, no clean-up of any kind) in step 3 as it
+begins to update the policy. The kill-and-resume tests hit moments so that are too short to be hit
+by chance. What is patched is named below; the code of a run knows nothing of it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ PHASES = {
     "between": "after the step's metrics were written, before the next step",
     "checkpoint_write": "all files written, no manifest yet",
     "checkpoint_rename": "manifest written, the folder still under its temporary name",
-    "checkpoint_tracker": "the folder has its final name, the tracker file still names the previous one",
+    "checkpoint_tracker": "the folder has its final name, the tracker file still names the "
+    "previous one",
     "checkpoint_prune": "an old folder is renamed for deletion and not deleted yet",
-    "remote_manifest": "the checkpoint is complete here; its files are at the run folder's URL, the manifest is not",
+    "remote_manifest": "the checkpoint is complete here; its files are at the run folder's URL, "
+    "the manifest is not",
 }
 
 
 def kill_at(phase: str, step: int) -> None:
-    """Kill this process if ``RLREPRO_KILL_AT`` is ``<phase>:<step>``. Raises KeyError for a phase of no such name."""
+    """Kill this process if ``RLREPRO_KILL_AT`` is ``<phase>:<step>``. Raises KeyError for a phase
+    of no such name."""
     assert PHASES[phase]
     if os.environ.get(VARIABLE) == f"{phase}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +67,11 @@ def patch_checkpoints() -> None:
             kill_at("remote_manifest", int(name.split("/")[0].removeprefix("global_step_")))
 
     before(store, "seal", lambda folder, step, *_: kill_at("checkpoint_write", step))
-    before(store.CheckpointStore, "_publish", lambda self, folder, step: kill_at("checkpoint_rename", step))
+    before(
+        store.CheckpointStore,
+        "_publish",
+        lambda self, folder, step: kill_at("checkpoint_rename", step),
+    )
     before(store, "write_atomic", tracker)
     before(store.CheckpointStore, "_clear", prune)
     before(RemoteCopy, "put", put)
@@ -102,7 +110,8 @@ def patch_trainer(backend: str) -> None:
 
 
 def killed(command: list[str], phase: str, step: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the variables with which ``python -m MODULE ...`` is killed at the moment."""
+    """Return the command and the variables with which ``python -m MODULE ...`` is killed at the
+    moment."""
     at = command.index("-m") + 1
     return [*command[:at], "tests.faults.killing", *command[at:]], {VARIABLE: f"{phase}:{step}"}
 

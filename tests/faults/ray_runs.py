@@ -1,4 +1,5 @@
-"""What the tests of runs over Ray share: a run whose processes all carry a mark, and who is left of them."""
+"""What the tests of runs over Ray share: a run whose processes all carry a mark, and who is left of
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.pools import marked_processes, none_left
 
 PATIENCE_S = 800  # for a run to end, with all its restarts, on a busy machine
 LEFT_S = 90  # after which nothing of a run may be there
-NICE = {"RAY_worker_niceness": "0"}  # not Ray's 15: on a busy machine its workers would starve, and deadlines pass
+# Not Ray's 15: on a busy machine its workers would starve, and deadlines pass
+NICE = {"RAY_worker_niceness": "0"}
 
 
 class Run(NamedTuple):
@@ -32,14 +34,17 @@ class Run(NamedTuple):
 
 
 class Watched:
-    """A run that goes on. Every process that it starts, wherever it goes, has the mark in its environment."""
+    """A run that goes on. Every process that it starts, wherever it goes, has the mark in its
+    environment."""
 
     def __init__(self, process: subprocess.Popen, folder: Path, mark: str):
         self.process, self.folder, self.mark = process, folder, mark
 
     def pids(self, beginning: str = "") -> list[int]:
         """Its processes whose title begins so, in the order of their ids."""
-        return sorted(pid for pid in marked_processes(self.mark) if title(pid).startswith(beginning))
+        return sorted(
+            pid for pid in marked_processes(self.mark) if title(pid).startswith(beginning)
+        )
 
     def steps(self) -> int:
         """Complete steps; a validation before the first counts too."""
@@ -57,7 +62,9 @@ class Watched:
 
 
 @contextmanager
-def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Watched]:
+def watched(
+    factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Watched]:
     mark = f"RUN_{uuid.uuid4().hex}"
     # Ray writes its titles over the environment that /proc shows, unless told to leave it
     variables = {**(env or {}), mark: "1", "SPT_NOENV": "1", **NICE}
@@ -88,7 +95,9 @@ def killing(title: str) -> Callable[[Watched], None]:
 
 def title(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 
@@ -97,5 +106,7 @@ def ordinals(folder: Path) -> list[int]:
     """Of every prompt that the steps trained on, in order, from what each step dumped last."""
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     return [
-        ordinal for path in files for ordinal in dict.fromkeys(json.loads(line)["ordinal"] for line in read_lines(path))
+        ordinal
+        for path in files
+        for ordinal in dict.fromkeys(json.loads(line)["ordinal"] for line in read_lines(path))
     ]

@@ -1,8 +1,9 @@
-"""A trainer over Ray that kills one of its run's processes in the middle of a phase, and keeps a journal of its steps.
+"""A trainer over Ray that kills one of its run's processes in the middle of a phase, and keeps a
+journal of its steps.
 
-``python -m tests.faults.striking key=value ...`` runs PPO. The variable says which kind of process dies, in which phase
-of which step (once each, restarts included), and where the journal is: one JSON line for every beginning, strike and
-complete step, on disk before the strike.
+``python -m tests.faults.striking key=value ...`` runs PPO. The variable says which kind of process
+dies, in which phase of which step (once each, restarts included), and where the journal is: one
+JSON line for every beginning, strike and complete step, on disk before the strike.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Striking(RayPPOTrainer):
         orders = json.loads(os.environ[VARIABLE])
         self.kind, self.at, self.journal = orders["kind"], orders["at"], Path(orders["journal"])
         self.validating, self.completing = False, 0
-        self.generate = self.struck_generate  # of this object: a class that overrides the hook plays episodes
+        # Of this object: a class that overrides the hook plays episodes
+        self.generate = self.struck_generate
         super().init_workers()
         self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
         self.note("begun", step=self.run.step)
@@ -68,7 +70,8 @@ class Striking(RayPPOTrainer):
         return await sample
 
     async def struck_score(self, score: Callable[..., Any], *args: Any) -> Score:
-        """Score an answer, and strike a scoring process while it has work: the reward function takes its time."""
+        """Score an answer, and strike a scoring process while it has work: the reward function
+        takes its time."""
         work = asyncio.ensure_future(score(*args))
         if self.kind == "grader":
             while not work.done() and not self.scoring():
@@ -85,7 +88,8 @@ class Striking(RayPPOTrainer):
 
     def complete_step(self, groups_P: Any, batch: Any, metrics: StepMetrics) -> None:
         ordinals = [group.prompt.ordinal for group in groups_P]
-        self.completing = metrics.step  # validation comes before the session counts the step as complete
+        # Validation comes before the session counts the step as complete
+        self.completing = metrics.step
         super().complete_step(groups_P, batch, metrics)
         self.note("step", step=self.run.step, ordinals=ordinals)
 

@@ -1,4 +1,5 @@
-"""A run over Ray whose processes are killed: started again from its checkpoint, it ends as if nothing had happened."""
+"""A run over Ray whose processes are killed: started again from its checkpoint, it ends as if
+nothing had happened."""
 
 from __future__ import annotations
 
@@ -48,14 +49,16 @@ def whole(files) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layers", [False, True], ids=["whole", "shared_layers"])
 def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole, layers):
-    """Two ranks, also with half of each matrix: one is killed after step 3 of 6; a checkpoint is every other step."""
+    """Two ranks, also with half of each matrix: one is killed after step 3 of 6; a checkpoint is
+    every other step."""
     parts = ("actor_rollout_ref.actor", "critic") if layers else ()
     factory = over_ray(files, *(f"{part}.tensor_model_parallel_size=2" for part in parts))
     undisturbed = run_uninterrupted(factory, files / "layers").folder if layers else whole
     run = disturbed(factory, files / f"killed-{layers}", killing("ray::LearnerProcess"), after=4)
     assert run.status == 0 and run.nothing_left, run.log
     assert re.search(r"learner rank \d died in phase \w+", run.log)
-    assert re.search(r"restart 1 of 1, after step [24]\b", run.log)  # 4 where the kill came when that was saved
+    # 4 where the kill came when that was saved
+    assert re.search(r"restart 1 of 1, after step [24]\b", run.log)
     assert compare_runs(undisturbed, run.folder) == []
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
 
@@ -84,7 +87,9 @@ def test_ctrl_c_at_the_whole_group_saves_and_resumes(files, whole):
 
 @pytest.mark.slow
 def test_a_killed_driver_takes_everything_with_it(files):
-    run = disturbed(over_ray(files), files / "whole-driver", lambda run: run.process.kill(), after=4)
+    run = disturbed(
+        over_ray(files), files / "whole-driver", lambda run: run.process.kill(), after=4
+    )
     assert run.status == -signal.SIGKILL and run.nothing_left
 
 
@@ -94,7 +99,8 @@ def test_a_killed_driver_takes_everything_with_it(files):
 STRIKE_STEPS = 8
 AT = {"rollout": 2, "log-probs": 3, "update": 4, "sync": 5, "validation": 6, "checkpoint": 7}
 OFTEN = ("trainer.save_freq=1", "reward_model.reward_manager=prime", "reward_model.num_workers=2")
-SLOW = "custom_reward_function.name=slowly"  # a scoring process has something in hand when it is struck
+# A scoring process has something in hand when it is struck
+SLOW = "custom_reward_function.name=slowly"
 
 
 def striking(files: Path, kind: str) -> Callable[[Path], list[str]]:
@@ -103,23 +109,32 @@ def striking(files: Path, kind: str) -> Callable[[Path], list[str]]:
     settings += [SLOW] if kind == "grader" else []
 
     def factory(run: Path) -> list[str]:
-        plain = command(files, "ppo", STRIKE_STEPS, *RAY, *settings, f"trainer.rollout_data_dir={run}-rollouts")(run)
-        return ["tests.faults.striking" if part == "recipes.ppo.main_ppo" else part for part in plain]
+        plain = command(
+            files, "ppo", STRIKE_STEPS, *RAY, *settings, f"trainer.rollout_data_dir={run}-rollouts"
+        )(run)
+        return [
+            "tests.faults.striking" if part == "recipes.ppo.main_ppo" else part for part in plain
+        ]
 
     return factory
 
 
 def orders(files: Path, kind: str, at: dict[str, int]) -> dict[str, str]:
-    return {VARIABLE: json.dumps({"kind": kind, "at": at, "journal": str(files / f"{kind}.journal")})}
+    return {
+        VARIABLE: json.dumps({"kind": kind, "at": at, "journal": str(files / f"{kind}.journal")})
+    }
 
 
 @pytest.fixture(scope="module")
 def struck(files) -> Callable[[str], tuple[Run, list[dict]]]:
-    """One run a kind, in which one process of that kind is killed in each phase in turn, and its journal."""
+    """One run a kind, in which one process of that kind is killed in each phase in turn, and its
+    journal."""
 
     @functools.cache
     def of(kind: str) -> tuple[Run, list[dict]]:
-        run = disturbed(striking(files, kind), files / f"struck-{kind}", env=orders(files, kind, AT))
+        run = disturbed(
+            striking(files, kind), files / f"struck-{kind}", env=orders(files, kind, AT)
+        )
         return run, [json.loads(line) for line in read_lines(files / f"{kind}.journal")]
 
     return of
@@ -127,7 +142,9 @@ def struck(files) -> Callable[[str], tuple[Run, list[dict]]]:
 
 @pytest.fixture(scope="module")
 def unstruck(files) -> Path:
-    return run_uninterrupted(striking(files, "nobody"), files / "nobody", env=orders(files, "nobody", {})).folder
+    return run_uninterrupted(
+        striking(files, "nobody"), files / "nobody", env=orders(files, "nobody", {})
+    ).folder
 
 
 @pytest.mark.slow
@@ -143,7 +160,9 @@ def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase):
     assert following["time"] - strike["time"] < 120
     if kind == "grader":  # a new one takes over
         assert later[0]["what"] == "step"
-    else:  # from the last checkpoint, of the step before, or of the one before that where its writers died at work
+    else:
+        # From the last checkpoint, of the step before, or of the one before that where its writers
+        # died at work
         writes = kind != "engine" and phase != "checkpoint"
         assert later[0]["what"] == "begun"
         assert later[0]["step"] in (strike["step"] - 1, *([strike["step"] - 2] if writes else []))

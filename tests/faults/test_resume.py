@@ -1,4 +1,5 @@
-"""A run of the real trainer, killed anywhere and resumed, ends as if nothing had happened: to the bit."""
+"""A run of the real trainer, killed anywhere and resumed, ends as if nothing had happened: to the
+bit."""
 
 from __future__ import annotations
 
@@ -26,13 +27,28 @@ from tests.faults.killing import PHASES
 from tests.faults.tiny_run import command, prepare
 
 STEPS = 6
-# A checkpoint every other step, two kept: what is written at 6 is the first to have something to prune
-POINTS = {"rollout": 2, "update": 3, "sync": 4, "between": 5, "checkpoint_write": 4, "checkpoint_rename": 4}
+# A checkpoint every other step, two kept: what is written at 6 is the first to have something to
+# prune
+POINTS = {
+    "rollout": 2,
+    "update": 3,
+    "sync": 4,
+    "between": 5,
+    "checkpoint_write": 4,
+    "checkpoint_rename": 4,
+}
 POINTS |= {"checkpoint_tracker": 4, "checkpoint_prune": 6}
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl")
-TAUGHT = ("distillation.reward_weight=1", "distillation.teacher.path=${actor_rollout_ref.model.path}")
+TAUGHT = (
+    "distillation.reward_weight=1",
+    "distillation.teacher.path=${actor_rollout_ref.model.path}",
+)
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
-ADAPTIVE = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
+ADAPTIVE = (
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +68,8 @@ def grpo(files) -> tuple[Callable, Path]:
 def test_ctrl_c_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, files):
     (factory, whole), run, log = grpo, files / "interrupted", files / "interrupted.log"
     with launched(factory(run), run) as process:
-        while process.poll() is None and len(read_lines(run / "metrics.jsonl")) < 2:  # step 0 is a validation
+        # Step 0 is a validation
+        while process.poll() is None and len(read_lines(run / "metrics.jsonl")) < 2:
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
         assert process.wait(200) == 0, log.read_text()
@@ -70,22 +87,37 @@ def test_ctrl_c_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, files):
     flip_bit(run / "global_step_4" / "actor" / "model.safetensors")
     run_uninterrupted(factory, run)
     told = log.read_text()
-    assert f"stopped after step {stopped_at} of {STEPS}" in told and f"resumed after step {stopped_at} " in told
-    assert "with changes" not in told and "global_step_4: actor/model.safetensors was altered" in told
+    assert (
+        f"stopped after step {stopped_at} of {STEPS}" in told
+        and (f"resumed after step {stopped_at} ") in told
+    )
+    assert (
+        "with changes" not in told and "global_step_4: actor/model.safetensors was altered" in told
+    )
     assert compare_runs(whole, run) == []
     metrics = [json.loads(line) for line in read_lines(whole / "metrics.jsonl")]
-    assert metrics[-1]["actor/grad_norm"] > 0, "a run in which nothing happens would resume well, too"
+    assert metrics[-1]["actor/grad_norm"] > 0, (
+        "a run in which nothing happens would resume well, too"
+    )
 
 
 def test_a_finished_run_says_so_and_changes_nothing(grpo):
     factory, whole = grpo
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and "global_step" in str(path)}
+    before = {
+        path: path.read_bytes()
+        for path in whole.rglob("*")
+        if path.is_file() and "global_step" in str(path)
+    }
     metrics = read_lines(whole / "metrics.jsonl")
     command = [*factory(whole), "trainer.total_epochs=40"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr
     assert "with changes, so not to the bit: " in done.stderr
-    assert [line.count(" was ") for line in done.stderr.splitlines() if "total_epochs was 30, is 40" in line] == [1]
+    assert [
+        line.count(" was ")
+        for line in done.stderr.splitlines()
+        if "total_epochs was 30, is 40" in line
+    ] == [1]
     assert read_lines(whole / "metrics.jsonl") == metrics
     assert {path: path.read_bytes() for path in before} == before
 
@@ -96,7 +128,9 @@ def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
     other.mkdir()
     prepare(other, hidden_size=32)
     model = "actor_rollout_ref.model.path="
-    arguments = [f"{model}{other / 'model'}" if text.startswith(model) else text for text in factory(whole)]
+    arguments = [
+        f"{model}{other / 'model'}" if text.startswith(model) else text for text in factory(whole)
+    ]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "actor_rollout_ref.model.path was " in done.stderr
@@ -115,7 +149,9 @@ def test_every_named_moment(recipe, overrides, files, tmp_path):
     factory = command(files, recipe, STEPS, *overrides)
     whole = run_uninterrupted(factory, tmp_path / "whole").folder
     assert POINTS.keys() == PHASES.keys() - {"remote_manifest"}
-    kills = sorted((AtPoint(phase, step) for phase, step in POINTS.items()), key=lambda kill: kill.step)
+    kills = sorted(
+        (AtPoint(phase, step) for phase, step in POINTS.items()), key=lambda kill: kill.step
+    )
     outcome = run_with_kills(factory, tmp_path / "killed", kills, random.Random(0))
     assert outcome.landed == tuple(kills)
     assert compare_runs(whole, outcome.folder) == []
@@ -124,7 +160,8 @@ def test_every_named_moment(recipe, overrides, files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_five_random_moments(files, tmp_path):
-    factory = command(files, "grpo", 160, *KL)  # long enough for 60 kills at the pace seen: 16 landed in 40 steps
+    # Long enough for 60 kills at the pace seen: 16 landed in 40 steps
+    factory = command(files, "grpo", 160, *KL)
     whole = run_uninterrupted(factory, tmp_path / "whole").folder
     kills = [AtRandom(step_seconds=0.3)] * 25
     outcome = run_with_kills(factory, tmp_path / "killed", kills, random.Random(5))

@@ -1,4 +1,5 @@
-"""A run of supervised fine-tuning, killed at any moment and resumed, ends as if nothing had happened: to the bit."""
+"""A run of supervised fine-tuning, killed at any moment and resumed, ends as if nothing had
+happened: to the bit."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def test_a_killed_run_is_resumed_to_the_bit(lora, tmp_path):
     keys = settings(files, f"actor_rollout_ref.model.lora_rank={lora}")
 
     def command(folder: Path) -> list[str]:
-        return [sys.executable, "-m", "recipes.sft.main_sft", *keys, f"trainer.default_local_dir={folder}"]
+        return [
+            sys.executable,
+            "-m",
+            "recipes.sft.main_sft",
+            *keys,
+            f"trainer.default_local_dir={folder}",
+        ]
 
     whole = run_uninterrupted(command, tmp_path / "whole").folder
     outcome = run_with_kills(command, tmp_path / "killed", KILLS, random.Random(0))

@@ -1,4 +1,5 @@
-"""Runs on two nodes: one that has other code, or no model, is refused with its name; a lost one is waited for."""
+"""Runs on two nodes: one that has other code, or no model, is refused with its name; a lost one is
+waited for."""
 
 from __future__ import annotations
 
@@ -44,13 +45,17 @@ def cluster(tmp_path_factory, files, other_files):
         yield nodes
 
 
-def started(cluster: TwoNodes, files: Path, folder: Path, *overrides: str, steps: int = 1, **options) -> Run:
+def started(
+    cluster: TwoNodes, files: Path, folder: Path, *overrides: str, steps: int = 1, **options
+) -> Run:
     factory = command(files, "ppo", steps, *NODES, *overrides)
     env = {name: value for name, value in cluster.env.items() if name.startswith("RAY_")}
     return disturbed(factory, folder, env={**env, "RAY_ADDRESS": cluster.address}, **options)
 
 
-def test_other_code_or_another_model_on_a_node_is_refused_and_equal_ones_are_recorded(cluster, files, other_files):
+def test_other_code_or_another_model_on_a_node_is_refused_and_equal_ones_are_recorded(
+    cluster, files, other_files
+):
     """A clone with the gradient's sign turned trained to the end, without a word."""
     losses = other_files / LOSSES.name
     whole = losses.read_text()
@@ -64,7 +69,11 @@ def test_other_code_or_another_model_on_a_node_is_refused_and_equal_ones_are_rec
     kept = settings.read_text()
     settings.unlink()
     run = started(cluster, files, files / "model-file")
-    assert run.status == 2 and "model.path=" in run.log and "config.json differs on node 127.0.0.2" in run.log
+    assert (
+        run.status == 2
+        and "model.path=" in run.log
+        and ("config.json differs on node 127.0.0.2") in run.log
+    )
 
     settings.write_text(kept)
     run = started(cluster, files, files / "equal")
@@ -83,7 +92,9 @@ def test_a_lost_node_is_named_and_waited_for_and_its_successor_goes_on(cluster, 
     def lose(run: Watched) -> None:
         more = command(files, "ppo", 1, *NODES, "trainer.wait_for_nodes_s=10")(files / "second")
         env = {**cluster.env, "RAY_ADDRESS": cluster.address}
-        second.append(subprocess.run(more, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400))
+        second.append(
+            subprocess.run(more, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+        )
         cluster.kill("127.0.0.2")
         run.until(lambda: "nodes that have gone: 127.0.0.2" in run.log())
         cluster.start("127.0.0.2")
@@ -95,4 +106,5 @@ def test_a_lost_node_is_named_and_waited_for_and_its_successor_goes_on(cluster, 
     assert "1 of 2 nodes have room; nodes that have gone: 127.0.0.2; free CPUs by node: " in run.log
     assert "restart 1 of 4, after step" in run.log
     assert second[0].returncode == 2 and "free CPUs by node: " in second[0].stderr
-    assert second[0].stderr.count("0 of 2 nodes have room") == 2, second[0].stderr  # while it waited, and at its end
+    # While it waited, and at its end
+    assert second[0].stderr.count("0 of 2 nodes have room") == 2, second[0].stderr

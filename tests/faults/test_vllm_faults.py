@@ -1,4 +1,5 @@
-"""A run over Ray whose vLLM engine is of two processes: killed whole or in part, it starts again and leaves nothing."""
+"""A run over Ray whose vLLM engine is of two processes: killed whole or in part, it starts again
+and leaves nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ from tests.faults.tiny_run import command, prepare
 STEPS = 6
 VLLM = (
     *("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.max_restarts=1"),
-    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
-    *("actor_rollout_ref.rollout.enforce_eager=True", "actor_rollout_ref.rollout.free_cache_engine=False"),
+    *(
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ),
+    *(
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+    ),
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
 )
 
@@ -33,10 +40,13 @@ def files(tmp_path_factory) -> Path:
 def parts(run: Watched) -> list[int]:
     """vLLM's own processes, each of which holds a part of every layer.
 
-    They are told by their parent: the title that vLLM gives them may overwrite their environment, and the mark in it.
+    They are told by their parent: the title that vLLM gives them may overwrite their environment,
+    and the mark in it.
     """
     (engine,) = run.pids("ray::EngineProcess")
-    children = " ".join(path.read_text() for path in Path(f"/proc/{engine}/task").glob("*/children")).split()
+    children = " ".join(
+        path.read_text() for path in Path(f"/proc/{engine}/task").glob("*/children")
+    ).split()
     return sorted(pid for pid in map(int, children) if title(pid).startswith("VLLM::Worker"))
 
 
@@ -51,7 +61,9 @@ def one_part(run: Watched) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why"
+)
 @pytest.mark.parametrize("kill", [the_engine, one_part])
 def test_a_killed_engine_of_two_processes_costs_a_restart(files, kill):
     run = disturbed(command(files, "grpo", STEPS, *VLLM), files / kill.__name__, kill, after=4)

@@ -19,7 +19,11 @@ from tests.faults.kill_and_resume import compare_checkpoints, read_lines, run_un
 from tests.faults.tiny_run import command, prepare
 
 STEPS = 6
-SLOWLY = ("custom_reward_function.name=slowly", "trainer.save_freq=100", "reward_model.reward_manager=prime")
+SLOWLY = (
+    "custom_reward_function.name=slowly",
+    "trainer.save_freq=100",
+    "reward_model.reward_manager=prime",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,9 @@ def files(tmp_path_factory) -> Path:
 @contextmanager
 def started(arguments: list[str], **streams):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, start_new_session=True, **streams
+    )
     try:
         yield process
     finally:
@@ -42,7 +48,9 @@ def started(arguments: list[str], **streams):
 
 
 def until_step(process: subprocess.Popen, run: Path, step: int) -> None:
-    while process.poll() is None and (not (lines := read_lines(run / "metrics.jsonl")) or _last(lines) < step):
+    while process.poll() is None and (
+        not (lines := read_lines(run / "metrics.jsonl")) or _last(lines) < step
+    ):
         time.sleep(0.01)
     assert process.poll() is None
 
@@ -76,8 +84,17 @@ def test_two_warnings_and_a_damaged_line_leave_no_trace_in_the_weights(files, tm
     (run / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff" + lines[1][:30], *lines[2:]]))
     run_uninterrupted(factory, run)
     assert status(run) == "finished"
-    assert [int(json.loads(line)["step"]) for line in read_lines(run / "metrics.jsonl")] == [0, 2, 3, 4, 5, 6]
-    rates = [json.loads(line)["reward/crash_rate"] for line in read_lines(run / "metrics.jsonl")[1:]]
+    assert [int(json.loads(line)["step"]) for line in read_lines(run / "metrics.jsonl")] == [
+        0,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    rates = [
+        json.loads(line)["reward/crash_rate"] for line in read_lines(run / "metrics.jsonl")[1:]
+    ]
     assert rates == [0.0] * (STEPS - 1), "graders outlive what their group is sent"
     whole = run_uninterrupted(command(files, "grpo", STEPS, *SLOWLY), tmp_path / "whole").folder
     assert list(compare_checkpoints(whole, run)) == []
@@ -90,9 +107,15 @@ def test_a_full_disk_ends_in_one_line_with_1_and_the_status_failed(files, tmp_pa
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    options = ("trainer.save_freq=1", "trainer.logger=[console]", f"trainer.rollout_data_dir={tmp_path / 'answers'}")
+    options = (
+        "trainer.save_freq=1",
+        "trainer.logger=[console]",
+        f"trainer.rollout_data_dir={tmp_path / 'answers'}",
+    )
     arguments = command(files, "grpo", 2, *options)(run)
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=limited)
+    done = subprocess.run(
+        arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=limited
+    )
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "the checkpoint of step 2 could not be written" in last and str(run) in last, done.stderr

@@ -1,4 +1,5 @@
-"""A whole training run, small enough to be killed many times: random model, rows about nothing, arbitrary reward."""
+"""A whole training run, small enough to be killed many times: random model, rows about nothing,
+arbitrary reward."""
 
 from __future__ import annotations
 
@@ -48,12 +49,17 @@ def prepare(folder: Path, hidden_size: int = 16) -> None:
         rows = []
         for index in range(count):
             chat = [{"role": "user", "content": "".join(rng.choices("abcd", k=rng.randint(2, 9)))}]
-            rows.append(plain_row(index, "tests/letters", prompt=chat, extra_info={"index": index, "split": name}))
+            rows.append(
+                plain_row(
+                    index, "tests/letters", prompt=chat, extra_info={"index": index, "split": name}
+                )
+            )
         write_parquet(folder / f"{name}.parquet", rows)
 
 
 def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[[Path], list[str]]:
-    """A command factory for the kill harness: ``steps`` steps of ``recipe`` on what :func:`prepare` wrote."""
+    """A command factory for the kill harness: ``steps`` steps of ``recipe`` on what :func:`prepare`
+    wrote."""
     settings = {
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "test.parquet",
@@ -82,4 +88,10 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
     }
     arguments = command_words(settings, overrides)
     module = f"recipes.{recipe}.main_{recipe}"
-    return lambda run: [sys.executable, "-m", module, *arguments, f"trainer.default_local_dir={run}"]
+    return lambda run: [
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        f"trainer.default_local_dir={run}",
+    ]

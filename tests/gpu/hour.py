@@ -2,9 +2,10 @@
 
     python -m tests.gpu.hour [STEP ...] [--again] [--device cpu --size tiny --out FOLDER]
 
-``hour_a.sh`` starts it. What a step returns is written to a file of its name in ``results/gpu/`` with commit and
-machine, a failure with the end of its traceback. A step that is done at this commit is not repeated, so that the hour
-may be interrupted anywhere. The exit status is 1 where a step failed, 2 where there is no GPU.
+``hour_a.sh`` starts it. What a step returns is written to a file of its name in ``results/gpu/``
+with commit and machine, a failure with the end of its traceback. A step that is done at this commit
+is not repeated, so that the hour may be interrupted anywhere. The exit status is 1 where a step
+failed, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +41,23 @@ def run_step(name: str, args: argparse.Namespace) -> dict[str, Any]:
     start, machine = time.monotonic(), hardware()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            outcome = {"status": "measured", "measured": STEPS[name](args.device, args.size, Path(folder))}
+            outcome = {
+                "status": "measured",
+                "measured": STEPS[name](args.device, args.size, Path(folder)),
+            }
     except Exception:
         outcome = {"status": "failed", "error": traceback.format_exc()[-KEPT:]}
     gpus = ", ".join(machine["gpus"]) or "no GPU"
-    found = {"step": name, "seconds": round(time.monotonic() - start, 1), "commit": git_state()["commit"]}
-    found |= {"device": args.device, "size": args.size, "hardware": gpus if args.device == "cuda" else machine["cpu"]}
+    found = {
+        "step": name,
+        "seconds": round(time.monotonic() - start, 1),
+        "commit": git_state()["commit"],
+    }
+    found |= {
+        "device": args.device,
+        "size": args.size,
+        "hardware": gpus if args.device == "cuda" else machine["cpu"],
+    }
     return found | outcome
 
 
@@ -59,7 +71,10 @@ def table(out: Path) -> str:
             blocks += ["not run", ""]
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
-        blocks += [f"{found['hardware']}, commit {str(found['commit'])[:12]}, {found['seconds']:g} s.", ""]
+        blocks += [
+            f"{found['hardware']}, commit {str(found['commit'])[:12]}, {found['seconds']:g} s.",
+            "",
+        ]
         blocks += _rows(found)
         if "note" in found:  # written into the file by hand, about a measurement
             blocks += [found["note"], ""]
@@ -67,11 +82,14 @@ def table(out: Path) -> str:
 
 
 def _rows(found: dict[str, Any]) -> list[str]:
-    """Return the numbers of a step as a table: lists of rows as they are, single numbers as two columns."""
+    """Return the numbers of a step as a table: lists of rows as they are, single numbers as two
+    columns."""
     if found["status"] != "measured":
         return [f"failed: {[line for line in found['error'].splitlines() if line.strip()][-1]}", ""]
     rows = found["measured"].get("rows")
-    single = [f"| {key} | {_shown(value)} |" for key, value in found["measured"].items() if key != "rows"]
+    single = [
+        f"| {key} | {_shown(value)} |" for key, value in found["measured"].items() if key != "rows"
+    ]
     lines = ["| what | value |", "|---|---|", *single, ""] if single else []
     if rows:
         lines += [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
@@ -85,17 +103,26 @@ def _shown(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps that are not done, write the page, and return the exit status."""
-    parser = argparse.ArgumentParser("python -m tests.gpu.hour", description="Runs the steps of an hour on one GPU.")
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        "python -m tests.gpu.hour", description="Runs the steps of an hour on one GPU."
+    )
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)"
+    )
     parser.add_argument("--again", action="store_true", help="repeat steps that are done")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny is for a rehearsal on a CPU")
+    parser.add_argument(
+        "--size", choices=("full", "tiny"), default="full", help="tiny is for a rehearsal on a CPU"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_intermixed_args(arguments)
     if unknown := [name for name in args.steps if name not in STEPS]:
         parser.error(f"{unknown[0]}: no such step; choose from {', '.join(STEPS)}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("not run: no CUDA device. --device cpu --size tiny --out FOLDER rehearses the steps.", file=sys.stderr)
+        print(
+            "not run: no CUDA device. --device cpu --size tiny --out FOLDER rehearses the steps.",
+            file=sys.stderr,
+        )
         return 2
     failed = 0
     for name in args.steps or STEPS:
@@ -108,7 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_atomic(path, json.dumps(found, indent=1) + "\n")
         write_atomic(args.out / "README.md", table(args.out))
         failed += found["status"] == "failed"
-        print(f"{name}: {found['status']} in {found['seconds']:g} s", *_rows(found), sep="\n", flush=True)
+        print(
+            f"{name}: {found['status']} in {found['seconds']:g} s",
+            *_rows(found),
+            sep="\n",
+            flush=True,
+        )
     return int(failed > 0)
 
 

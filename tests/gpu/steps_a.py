@@ -1,4 +1,5 @@
-"""The steps of ``hour_a.sh``: what a GPU does with the learner's parts. Neither vLLM nor Ray is imported."""
+"""The steps of ``hour_a.sh``: what a GPU does with the learner's parts. Neither vLLM nor Ray is
+imported."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def clock(device: str, function: Callable[[], Any], repeats: int = 3) -> tuple[float, float]:
-    """Return the seconds of the fastest call after one that warms up, and the GiB that a call adds on the GPU.
+    """Return the seconds of the fastest call after one that warms up, and the GiB that a call adds
+    on the GPU.
 
     What the first call leaves there (an optimizer's moments) is not counted.
     """
@@ -67,11 +69,24 @@ def kernels(device: str, size: str, folder: Path) -> dict[str, Any]:
     """Tests that need a GPU: packed as padded, bf16, sync, sharding over NCCL, offloading."""
     chosen = ["-m", "gpu"] if device == "cuda" else ["-m", "not gpu"]
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen]
-    done = subprocess.run([*command, "tests/gpu/test_gpu.py"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *chosen,
+    ]
+    done = subprocess.run(
+        [*command, "tests/gpu/test_gpu.py"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
-    broken = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
+    broken = [
+        case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None
+    ]
     if done.returncode or not counts["tests"]:
         raise RuntimeError(f"{counts}: {', '.join(broken) or 'no test ran'}\n{done.stdout[-3000:]}")
     return counts
@@ -83,21 +98,26 @@ def head(device: str, size: str, folder: Path) -> dict[str, Any]:
     chunks = [2**power for power in range(23, 31)] if size == "full" else [2**12, 2**14, 2**17]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     states = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
-    weight = (torch.randn(vocabulary, hidden, device=device, dtype=dtype) / hidden**0.5).requires_grad_()
+    weight = (
+        torch.randn(vocabulary, hidden, device=device, dtype=dtype) / hidden**0.5
+    ).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), device=device)
     rows, exact = [], None
     for elements in chunks:
 
         def call(elements: int = elements) -> Tensor:
             states.grad = weight.grad = None
-            found, _ = log_probs.token_log_probs_and_entropy(states, weight, labels, chunk_elements=elements)
+            found, _ = log_probs.token_log_probs_and_entropy(
+                states, weight, labels, chunk_elements=elements
+            )
             found.sum().backward()
             return found.detach()
 
         seconds, gib = clock(device, call)
         found = call()
         exact = found if exact is None else exact
-        rate = 4 * 2 * tokens * vocabulary * hidden / seconds / 1e12  # one product forward, three backward
+        # One product forward, three backward
+        rate = 4 * 2 * tokens * vocabulary * hidden / seconds / 1e12
         row = {"chunk elements": elements, "seconds": seconds, "TFLOP/s": rate, "GiB": gib}
         rows.append({**row, "difference": float((found - exact).abs().max())})
     return {"tokens": tokens, "vocabulary": vocabulary, "rows": rows}
@@ -111,27 +131,53 @@ def one_rank(device: str) -> None:
 
 
 def sharded_actor(shape: Shape, device: str, tokens: int, folder: Path) -> tuple[Actor, Any]:
-    """Return an Actor of random weights as a rank has it (FSDP2, world 1), and its configuration."""
+    """Return an Actor of random weights as a rank has it (FSDP2, world 1), and its
+    configuration."""
     one_rank(device)
     dtype = "bfloat16" if device == "cuda" else "float32"
-    sizes = {"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
-    sizes |= {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.mlp, "vocab_size": shape.vocab}
-    model = Qwen2Config(**sizes, max_position_embeddings=32768, tie_word_embeddings=shape.tied, use_cache=False)
+    sizes = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
+    sizes |= {
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.mlp,
+        "vocab_size": shape.vocab,
+    }
+    model = Qwen2Config(
+        **sizes, max_position_embeddings=32768, tie_word_embeddings=shape.tied, use_cache=False
+    )
     model.save_pretrained(folder)
-    keys = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.use_remove_padding=True"]
+    keys = [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.model.use_remove_padding=True",
+    ]
     keys += [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}"]
     keys += [f"data.{name}_length={tokens // 2}" for name in ("max_prompt", "max_response")]
-    keys += [f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}", "actor_rollout_ref.rollout.name=hf"]
-    keys += ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu"]
+    keys += [
+        f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
+        "actor_rollout_ref.rollout.name=hf",
+    ]
+    keys += [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.device=cpu",
+    ]
     config = compose("grpo", keys)
     part = config.actor_rollout_ref.actor
-    module = shard(load_policy(config.actor_rollout_ref.model, on_meta=True), part.fsdp_config, torch.device(device))
+    module = shard(
+        load_policy(config.actor_rollout_ref.model, on_meta=True),
+        part.fsdp_config,
+        torch.device(device),
+    )
     module.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = parameter.to_local()
             values.fill_(1.0) if "norm" in name else values.normal_(0.0, 0.02)
-    rotary = type(module.model.rotary_emb)(module.config)  # its frequencies are buffers, for which there are no weights
+    # Its frequencies are buffers, for which there are no weights
+    rotary = type(module.model.rotary_emb)(module.config)
     module.model.rotary_emb = rotary.to(device)
     options = {"temperature": 1.0, "device": torch.device(device), "ranks": ProcessRanks()}
     return Actor(module, part, **options), config
@@ -163,7 +209,8 @@ def pass_flops(shape: Shape, rows: int, length: int) -> float:
 
 
 def layers(device: str, size: str, folder: Path) -> dict[str, Any]:
-    """Eight layers of 32B at its true width, 22,528 tokens a pass: utilisation, and memory beside the plan's."""
+    """Eight layers of 32B at its true width, 22,528 tokens a pass: utilisation, and memory beside
+    the plan's."""
     shape = shape_of("Qwen/Qwen2.5-32B", size, layers=8)
     tokens, rows = (22_528, 4) if size == "full" else (256, 4)
     actor, config = sharded_actor(shape, device, tokens, folder)

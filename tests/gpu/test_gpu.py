@@ -1,4 +1,5 @@
-"""What only a GPU can show: its kernels, its precision, its memory. The same on the CPU where it means something.
+"""What only a GPU can show: its kernels, its precision, its memory. The same on the CPU where it
+means something.
 
 make test-gpu          (needs CUDA; the CPU's part runs with the ordinary tests)
 """
@@ -30,7 +31,8 @@ CUDA = pytest.param(torch.device("cuda"), id="cuda", marks=on_gpu)
 both = pytest.mark.parametrize("device", [pytest.param(torch.device("cpu"), id="cpu"), CUDA])
 only_cuda = pytest.mark.parametrize("device", [CUDA])
 precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-HEADS = {"hidden_size": 64, "num_attention_heads": 4}  # 16 numbers a head: flash kernels want a multiple of 8
+# 16 numbers a head: flash kernels want a multiple of 8
+HEADS = {"hidden_size": 64, "num_attention_heads": 4}
 MIB = 2**20
 
 
@@ -60,8 +62,12 @@ def workers(folder, device, dtype, *overrides):
 @precisions
 def test_the_learner_reads_what_the_engine_wrote(device, dtype):
     """Log-probs of sampled answers: the engine's, from its cache, and the learner's."""
-    engine = HFEngine(model(device), tiny_tokenizer(), dtype=None if dtype is torch.float32 else dtype)
-    requests = [ask((50 + i // 4, 60, 61 + i), seed=i, max_tokens=24, ignore_eos=True) for i in range(16)]
+    engine = HFEngine(
+        model(device), tiny_tokenizer(), dtype=None if dtype is torch.float32 else dtype
+    )
+    requests = [
+        ask((50 + i // 4, 60, 61 + i), seed=i, max_tokens=24, ignore_eos=True) for i in range(16)
+    ]
     answers = sample_all(engine, requests)
     engine.close()
     prompt = Prompt(0, "0", (), (), "x", "test")
@@ -77,11 +83,17 @@ def test_the_learner_reads_what_the_engine_wrote(device, dtype):
 def test_sequences_together_are_read_as_each_alone(device, dtype):
     """In bf16 on a GPU this is the variable-length kernel."""
     batch, size = mixed_batch(), MicroBatchSize(max_tokens=128)
-    found = [policy(device, dtype).log_probs(batch, one) for one in (size, MicroBatchSize(max_sequences=1))]
+    found = [
+        policy(device, dtype).log_probs(batch, one)
+        for one in (size, MicroBatchSize(max_sequences=1))
+    ]
     exact = policy(device, torch.float32).log_probs(batch, size)
     bound = 1e-4 if dtype is torch.float32 else 0.1
     for packed, alone, truth in zip(*found, exact, strict=True):
-        assert float((packed - alone).abs().max()) < bound and float((packed - truth).abs().max()) < bound
+        assert (
+            float((packed - alone).abs().max()) < bound
+            and float((packed - truth).abs().max()) < bound
+        )
 
 
 @both
@@ -93,7 +105,9 @@ def test_gradients_of_sequences_together_are_those_of_each_alone(device, dtype):
         for _, micro in reader.micro_batches_of_rank(size, mixed_batch().to(device)):
             (reader.token_stats(micro)[0] * micro.advantages).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in reader.module.parameters()]))
-    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < (1e-4 if dtype is torch.float32 else 0.05)
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < (
+        1e-4 if dtype is torch.float32 else 0.05
+    )
 
 
 @both
@@ -101,14 +115,18 @@ def test_gradients_of_sequences_together_are_those_of_each_alone(device, dtype):
 def test_a_sync_reaches_the_engine(folder, device, dtype, monkeypatch):
     one = workers(folder, device, dtype)
     update_actor(one, mixed_batch())
-    one.one_copy = False  # in float32 there is nothing to hand over, and the copy is one onto itself
-    assert one.sync_weights(1)["rollout_corr/probe_diff"] < (1e-4 if dtype is torch.float32 else 0.1)
+    # In float32 there is nothing to hand over, and the copy is one onto itself
+    one.one_copy = False
+    assert one.sync_weights(1)["rollout_corr/probe_diff"] < (
+        1e-4 if dtype is torch.float32 else 0.1
+    )
     if dtype is torch.float32:
         return
     for _ in range(5):
         update_actor(one, mixed_batch(), 5.0)
     monkeypatch.setattr(one.engine, "update_weights", lambda *_: None)
-    monkeypatch.setattr(one.engine, "weights_dtype", None)  # without checksums: the probe has to notice it
+    # Without checksums: the probe has to notice it
+    monkeypatch.setattr(one.engine, "weights_dtype", None)
     with pytest.raises(WeightSyncError, match="stale"):
         one.sync_weights(2)
 
@@ -118,15 +136,21 @@ def test_a_bf16_step_is_near_the_fp32_one_and_keeps_fp32_masters(folder, device)
     metrics, moved = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         one = workers(folder, device, dtype)
-        before = {key: value.detach().clone() for key, value in one.models.actor.module.named_parameters()}
+        before = {
+            key: value.detach().clone() for key, value in one.models.actor.module.named_parameters()
+        }
         metrics[dtype] = update_actor(one, mixed_batch())
         after = dict(one.models.actor.module.named_parameters())
         assert {value.dtype for value in after.values()} == {torch.float32}
         state = one.models.actor.stepper.optimizer.state_dict()["state"].values()
         assert {value.dtype for entry in state for value in entry.values()} == {torch.float32}
-        moved[dtype] = torch.cat([(after[key].detach() - value).flatten() for key, value in before.items()])
+        moved[dtype] = torch.cat(
+            [(after[key].detach() - value).flatten() for key, value in before.items()]
+        )
     for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
-        assert metrics[torch.bfloat16][name] == pytest.approx(metrics[torch.float32][name], rel=0.1, abs=0.01)
+        assert metrics[torch.bfloat16][name] == pytest.approx(
+            metrics[torch.float32][name], rel=0.1, abs=0.01
+        )
     cosine = torch.nn.functional.cosine_similarity(*moved.values(), dim=0)
     assert float(cosine) > 0.8 and all(value.abs().sum() > 0 for value in moved.values())
 
@@ -142,12 +166,15 @@ def test_the_memory_of_the_head_does_not_grow_with_the_logits(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=2**23)[0].sum().backward()
+        token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=2**23)[
+            0
+        ].sum().backward()
         gradients = sum(one.grad.numel() * one.grad.element_size() for one in (hidden, weight))
         return (torch.cuda.max_memory_allocated() - held - gradients) / MIB
 
     small, large = peak(8192, 1024), peak(131072, 4096)
-    assert large <= 1.2 * small + 64  # the weight's gradient is once more there while it is being summed
+    # The weight's gradient is once more there while it is being summed
+    assert large <= 1.2 * small + 64
 
 
 def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
@@ -163,7 +190,11 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     alone = LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=True)
     from core.learner.batching import mini_batching
 
-    steps = list(mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)(mixed_batch()))
+    steps = list(
+        mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)(
+            mixed_batch()
+        )
+    )
     found, expected = (
         one.update_actor(steps, 1.0),
         update_actor(alone, mixed_batch()),

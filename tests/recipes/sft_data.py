@@ -1,4 +1,5 @@
-"""Chats, a tokenizer with a template that ends turns, files and configurations: what the tests of fine-tuning share."""
+"""Chats, a tokenizer with a template that ends turns, files and configurations: what the tests of
+fine-tuning share."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from recipes.sft.demonstrations import Demonstration, demonstration_batch
 from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_model, tiny_tokenizer
 
-# Ends a turn with the end-of-sequence token, as chat templates do, and writes a newline behind it, which no policy does
+# Ends a turn with the end-of-sequence token, as chat templates do, and writes a newline behind it,
+# which no policy does
 TEMPLATE = (
     "{% for m in messages %}{{ '<bos>' + m['role'] + ': ' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] + '<eos>' }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+    "{% generation %}{{ m['content'] + '<eos>' }}{% endgeneration %}{% else %}{{ m['content'] "
+    "}}{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<bos>assistant: ' }}{% endif %}"
 )
 
@@ -56,15 +59,16 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_model(folder: Path, **overrides: Any) -> Path:
-    tiny_model("llama", hidden_size=16, intermediate_size=16, initializer_range=0.08, **overrides).save_pretrained(
-        folder
-    )
+    tiny_model(
+        "llama", hidden_size=16, intermediate_size=16, initializer_range=0.08, **overrides
+    ).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 def settings(folder: Path, *overrides: str) -> list[str]:
-    """Return the keys of a run on ``folder/chats.parquet`` with ``folder/model``: 13 chats, 4 a step."""
+    """Return the keys of a run on ``folder/chats.parquet`` with ``folder/model``: 13 chats, 4 a
+    step."""
     keys = {
         "data.train_files": folder / "chats.parquet",
         "data.train_batch_size": 4,
@@ -101,13 +105,16 @@ def configured(folder: Path, *overrides: str) -> Config:
 def learner_gradients(
     config: Config, demonstrations: Sequence[Demonstration], dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-    """Return the loss, the gradients and the metrics of one update in this process, with masters of a dtype."""
+    """Return the loss, the gradients and the metrics of one update in this process, with masters of
+    a dtype."""
     options = {"needs_ref": False, "needs_critic": False, "master_dtype": dtype}
     workers = LocalWorkers(config, None, torch.device("cpu"), **options)
     found = {}
 
     def step(rate: float) -> tuple[float, bool]:
-        found.update({name: p.grad.clone() for name, p in workers.models.actor.module.named_parameters()})
+        found.update(
+            {name: p.grad.clone() for name, p in workers.models.actor.module.named_parameters()}
+        )
         return 1.0, True
 
     workers.models.actor.stepper.step = step

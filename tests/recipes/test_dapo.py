@@ -1,4 +1,5 @@
-"""DAPO: the equations at hand-made values, which groups are kept, what is masked, and the whole run in small."""
+"""DAPO: the equations at hand-made values, which groups are kept, what is masked, and the whole run
+in small."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ NO_BUFFER = "reward_model.overlong_buffer.enable=False"
 
 
 def test_the_overlong_punishment_is_equation_13(subtests):
-    for length, penalty in [(16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (9**9, -1.0)]:
+    for length, penalty in [
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20480, -1.0),
+        (9**9, -1.0),
+    ]:
         with subtests.test(length=length, penalty=penalty):
             assert overlong_punishment(length, 20480, 4096) == penalty
 
@@ -52,7 +59,8 @@ def test_the_punishment_is_added_to_the_score_and_leaves_acc_alone(subtests):
 
 
 def test_the_prompt_is_no_part_of_the_length():
-    """Neither the penalty nor the mask counts its tokens, and an answer that ends at the limit was not cut off."""
+    """Neither the penalty nor the mask counts its tokens, and an answer that ends at the limit was
+    not cut off."""
     both, long = trainer(FILTERING), dataclasses.replace(trajectory(16384), prompt_ids=[1] * 20480)
     shaped = both.shape_reward(RIGHT, long)
     assert shaped.parts["overlong"] == 0 and shaped.value == 1.0 and not shaped.masked
@@ -78,7 +86,8 @@ def test_an_all_right_group_with_a_length_penalty():
     assert not trainer().keep_group(lengthy)
     assert trainer("algorithm.filter_groups.metric=seq_reward").keep_group(lengthy)
     assert trainer("algorithm.filter_groups.metric=overlong").keep_group(lengthy)
-    with_score = [dataclasses.replace(s, parts={**s.parts, "score": 1.0}) for s in lengthy.scores]  # the scorer's own
+    # The scorer's own
+    with_score = [dataclasses.replace(s, parts={**s.parts, "score": 1.0}) for s in lengthy.scores]
     assert not trainer("algorithm.filter_groups.metric=score").keep_group(group(with_score))
     for metric, warned in (("seq_reward", 1), ("seq_final_reward", 1), ("acc", 0), ("score", 0)):
         composed = examine("dapo", [f"algorithm.filter_groups.metric={metric}"])
@@ -90,22 +99,37 @@ def test_an_answer_that_was_not_graded_decides_nothing():
     assert not trainer().keep_group(group([RIGHT, RIGHT, lost]))
     assert not trainer().keep_group(group([lost, lost]))
     assert trainer().keep_group(group([RIGHT, WRONG, lost]))
-    cut_off = dataclasses.replace(WRONG, masked=True)  # by overlong filtering: graded, so it is evidence
+    # By overlong filtering: graded, so it is evidence
+    cut_off = dataclasses.replace(WRONG, masked=True)
     assert trainer().keep_group(group([RIGHT, RIGHT, cut_off]))
     counted = dataclasses.replace(lost, masked=False)  # on_error=zero: it is a zero like others
     assert trainer().keep_group(group([RIGHT, RIGHT, counted]))
-    assert trainer("algorithm.filter_groups.metric=format").keep_group(group([counted, Score(1.0, {"format": 1.0})]))
+    assert trainer("algorithm.filter_groups.metric=format").keep_group(
+        group([counted, Score(1.0, {"format": 1.0})])
+    )
 
 
 def test_bad_input_is_refused(subtests):
     for overrides, says in [
         ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: "),
-        ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"], "one answer equals itself"),
-        (["data.max_response_length=4095"], "reward_model.overlong_buffer.len=4096: must be between 1 and"),
-        (["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"], "KL penalty"),
+        (
+            [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+            "one answer equals itself",
+        ),
+        (
+            ["data.max_response_length=4095"],
+            "reward_model.overlong_buffer.len=4096: must be between 1 and",
+        ),
+        (
+            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
+            "KL penalty",
+        ),
         (["algorithm.filter_groups.max_num_gen_batches=0"], "collecting for a step is bounded"),
         (["data.gen_batch_size=512"], "data.gen_batch_size=512: must be at least"),
-        (["reward_model.overlong_buffer.penalty_factor=0"], "reward_model.overlong_buffer.penalty_factor=0.0: "),
+        (
+            ["reward_model.overlong_buffer.penalty_factor=0"],
+            "reward_model.overlong_buffer.penalty_factor=0.0: ",
+        ),
     ]:
         with subtests.test(overrides=overrides, says=says), pytest.raises(InputError, match=says):
             compose("dapo", overrides)
@@ -116,17 +140,34 @@ def test_bad_input_is_refused(subtests):
 
 def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
     """Three answers of 2, 4 and 3 tokens with rewards 1, -1, 1; the second ran into the limit."""
-    dapo, answers = trainer(NO_BUFFER, FILTERING), [trajectory(2), trajectory(4, stop=Stop.LENGTH), trajectory(3)]
+    dapo, answers = (
+        trainer(NO_BUFFER, FILTERING),
+        [trajectory(2), trajectory(4, stop=Stop.LENGTH), trajectory(3)],
+    )
     scores = [dapo.shape_reward(s, t) for s, t in zip((RIGHT, WRONG, RIGHT), answers, strict=True)]
-    assert [s.masked for s in scores] == [False, True, False] and [s.value for s in scores] == [1.0, -1.0, 1.0]
+    assert [s.masked for s in scores] == [False, True, False] and [s.value for s in scores] == [
+        1.0,
+        -1.0,
+        1.0,
+    ]
     batch = make_batch([ScoredGroup(group(scores).prompt, tuple(answers), tuple(scores))], pad_id=0)
     fields = {"in_group_stats": batch.in_group_stats, "epsilon": 0}
-    advantages, _ = grpo(AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields))
-    # mean 1/3, standard deviation 2 / sqrt(3): (1 - 1/3) / that is 1 / sqrt(3); without the second it would be 0
+    advantages, _ = grpo(
+        AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields)
+    )
+    # mean 1/3, standard deviation 2 / sqrt(3): (1 - 1/3) / that is 1 / sqrt(3); without the second
+    # it would be 0
     first_and_last = batch.adding(advantages=advantages).rows([0, 2])
-    assert torch.allclose(first_and_last.advantages[first_and_last.response_mask], torch.tensor(3**-0.5))
-    for mode, weights in (("token-mean", (2 / 5, 0, 3 / 5)), ("seq-mean-token-mean", (1 / 2, 0, 1 / 2))):
-        (step,) = mini_batches(batch.adding(advantages=advantages), prompts=1, agg_mode=mode, scale_factor=1.0)
+    assert torch.allclose(
+        first_and_last.advantages[first_and_last.response_mask], torch.tensor(3**-0.5)
+    )
+    for mode, weights in (
+        ("token-mean", (2 / 5, 0, 3 / 5)),
+        ("seq-mean-token-mean", (1 / 2, 0, 1 / 2)),
+    ):
+        (step,) = mini_batches(
+            batch.adding(advantages=advantages), prompts=1, agg_mode=mode, scale_factor=1.0
+        )
         assert torch.allclose(step.padded("loss_weight").sum(1), torch.tensor(weights)), mode
     unfiltered = [trainer(NO_BUFFER).shape_reward(WRONG, t).masked for t in answers]
     assert unfiltered == [False, False, False]
@@ -148,7 +189,11 @@ def test_techniques_that_are_off_are_accepted_by_other_recipes():
 
 
 def test_techniques_that_are_on_are_refused_with_the_recipe_that_has_them():
-    techniques = ["algorithm.filter_groups.enable=True", FILTERING, "data.overlong_buffer={enable: True, len: 4}"]
+    techniques = [
+        "algorithm.filter_groups.enable=True",
+        FILTERING,
+        "data.overlong_buffer={enable: True, len: 4}",
+    ]
     for recipe in ("ppo", "grpo", "search_r1"):
         problems = examine(recipe, ["data.train_batch_size=256", *techniques]).problems
         switches = (
@@ -162,7 +207,8 @@ def test_techniques_that_are_on_are_refused_with_the_recipe_that_has_them():
 
 # -- the whole run --
 
-# Right by the letters that were drawn: about half of the answers, and of groups of two about half are mixed
+# Right by the letters that were drawn: about half of the answers, and of groups of two about half
+# are mixed
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(sum(map(ord, solution_str)) % 2)
@@ -180,26 +226,50 @@ def files(tmp_path_factory) -> Path:
 def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     """A trainer that is ready to fit, with a dump of what it trains on."""
     common = [
-        *(f"{ROLLOUT}.n=2", "reward_model.overlong_buffer.len=2", f"trainer.rollout_data_dir={run}-rollouts"),
+        *(
+            f"{ROLLOUT}.n=2",
+            "reward_model.overlong_buffer.len=2",
+            f"trainer.rollout_data_dir={run}-rollouts",
+        ),
         *("data.gen_batch_size=6", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     ]
     arguments = command(files, "dapo", steps, *common, *overrides)(run)[3:]
     return RayDAPOTrainer(compose("dapo", arguments)).init_workers()
 
 
-def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(files, tmp_path, monkeypatch):
-    """13 prompts, one pass, 4 groups a step of which about half are dropped: the last draws go into the next pass."""
-    unlimited = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.save_freq=-1")
+def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(
+    files, tmp_path, monkeypatch
+):
+    """13 prompts, one pass, 4 groups a step of which about half are dropped: the last draws go into
+    the next pass."""
+    unlimited = (
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+        "trainer.save_freq=-1",
+    )
     run, kept = tiny(files, tmp_path / "epoch", 1, *unlimited, "trainer.test_freq=9"), []
-    monkeypatch.setattr(Tracker, "log_samples", lambda self, step, rows, last: kept.append((step, last)))
+    monkeypatch.setattr(
+        Tracker, "log_samples", lambda self, step, rows, last: kept.append((step, last))
+    )
     run.fit()
-    assert kept == [(run.run.step, True)]  # the one validation is the last, of which more samples are kept
+    # The one validation is the last, of which more samples are kept
+    assert kept == [(run.run.step, True)]
     last = json.loads((tmp_path / "epoch" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert run.run.finished() and last["collect/next_ordinal"] >= 13 and run.run.step <= run.run.total_steps == 3
+    assert (
+        run.run.finished()
+        and last["collect/next_ordinal"] >= 13
+        and run.run.step <= run.run.total_steps == 3
+    )
     scarce = ("algorithm.filter_groups.max_num_gen_batches=1", "trainer.save_freq=-1")
     alike = ("actor_rollout_ref.rollout.temperature=0.01",)  # every answer to a prompt is the same
-    few = tiny(files, tmp_path / "few", 1, *scarce, *alike, "algorithm.filter_groups.on_exhausted=raise")
-    with pytest.raises(Exhausted, match=r"of the 4 groups .* after 6 prompts \(\d dropped\): .*max_num_gen_batches"):
+    few = tiny(
+        files, tmp_path / "few", 1, *scarce, *alike, "algorithm.filter_groups.on_exhausted=raise"
+    )
+    with pytest.raises(
+        Exhausted,
+        match=r"of the 4 groups .* after 6 prompts \(\d dropped\): "
+        r".*max_num_gen_batches",
+    ):
         few.fit()
 
 
@@ -215,19 +285,31 @@ def rollouts(run: Path) -> list[tuple[int, dict[int, list[float]]]]:
 
 
 def test_the_trained_ordinals_are_the_lowest_that_pass(files, tmp_path):
-    """With a policy that stands still, what every prompt's group would be is known from a run that keeps all."""
+    """With a policy that stands still, what every prompt's group would be is known from a run that
+    keeps all."""
     still = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
     tiny(files, tmp_path / "all", 9, *still, "algorithm.filter_groups.enable=False").fit()
-    verdicts = {ordinal: accs for _, groups in rollouts(tmp_path / "all") for ordinal, accs in groups.items()}
+    verdicts = {
+        ordinal: accs
+        for _, groups in rollouts(tmp_path / "all")
+        for ordinal, accs in groups.items()
+    }
     assert sorted(verdicts) == list(range(36))
     mixed = [ordinal for ordinal, accs in sorted(verdicts.items()) if len(set(accs)) > 1]
     assert 12 <= len(mixed) <= 30, "neither all nor few of them are mixed"
     tiny(files, tmp_path / "dapo", 3, *still).fit()
     trained = rollouts(tmp_path / "dapo")
     assert [list(groups) for _, groups in trained] == [mixed[0:4], mixed[4:8], mixed[8:12]]
-    assert all(accs == verdicts[ordinal] for _, groups in trained for ordinal, accs in groups.items())
-    lines = [json.loads(line) for line in (tmp_path / "dapo" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["reward/zero_variance_share"] == 0 and line["reward/overlong/mean"] <= 0 for line in lines)
+    assert all(
+        accs == verdicts[ordinal] for _, groups in trained for ordinal, accs in groups.items()
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "dapo" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        line["reward/zero_variance_share"] == 0 and line["reward/overlong/mean"] <= 0
+        for line in lines
+    )
     assert sum(line["collect/prompts_dropped"] for line in lines) == mixed[11] + 1 - 12
 
 
@@ -240,11 +322,18 @@ def test_a_resumed_run_goes_on_with_the_ordinals_it_would_have_had(files, tmp_pa
     whole, parts = rollouts(tmp_path / "whole"), rollouts(tmp_path / "parts")
     assert [step for step, _ in parts] == [1, 2, 3, 4] and parts == whole
     ordinals = [ordinal for _, groups in parts for ordinal in groups]
-    assert ordinals == sorted(set(ordinals)) and ordinals != list(range(16)), "each once, and some were dropped"
-    ends = [load_file(tmp_path / name / "global_step_4/actor/model.safetensors") for name in ("whole", "parts")]
+    assert ordinals == sorted(set(ordinals)) and ordinals != list(range(16)), (
+        "each once, and some were dropped"
+    )
+    ends = [
+        load_file(tmp_path / name / "global_step_4/actor/model.safetensors")
+        for name in ("whole", "parts")
+    ]
     start = load_file(files / "model" / "model.safetensors")
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert any(not torch.equal(ends[0][name].float(), start[name]) for name in start if name in ends[0])
+    assert any(
+        not torch.equal(ends[0][name].float(), start[name]) for name in start if name in ends[0]
+    )
 
 
 def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
@@ -256,5 +345,9 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
     monkeypatch.setattr(validated, "shape_reward", refuse)
     groups = asyncio.run(validated.evaluate())
     validated.workers.close()
-    assert len(groups) == 4 and not any(s.masked or "overlong" in s.parts for g in groups for s in g.scores)
-    assert any(t.truncated for g in groups for t in g.trajectories), "filtering would have had something to mask"
+    assert len(groups) == 4 and not any(
+        s.masked or "overlong" in s.parts for g in groups for s in g.scores
+    )
+    assert any(t.truncated for g in groups for t in g.trajectories), (
+        "filtering would have had something to mask"
+    )

@@ -48,7 +48,9 @@ def test_the_right_query_finds_the_fact_first(searched):
     asked = list(base.facts)[::7]
     found = search([f"{relation} {name}" for name, relation in asked])
     for (name, relation), passages in zip(asked, found, strict=True):
-        assert passages[0].contents == f"{name}\nthe {relation} of {name} is {base.facts[name, relation]}."
+        assert passages[0].contents == (
+            f"{name}\nthe {relation} of {name} is {base.facts[name, relation]}."
+        )
         assert len(passages) == 3
 
 
@@ -66,7 +68,9 @@ def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words
     ids, labels = as_row(question.prompt, knowledge.searching(question, base, blocks), words)
     written = words.decode([label for label in labels if label != IGNORED])
     queries = knowledge.queries(question, base)
-    assert written == "".join(f"<search> {q}</search>" for q in queries) + f"<answer> {base.answer(question)}</answer>"
+    assert written == "".join(f"<search> {q}</search>" for q in queries) + (
+        f"<answer> {base.answer(question)}</answer>"
+    )
     assert parse_action(written).content == queries[0]
     assert len(ids) == len(labels) <= 160
 
@@ -81,7 +85,10 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     tool = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)["calculator"]
     arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
     assert tool.problem(arguments) is None
-    assert said == f"<tool_response>{asyncio.run(tool.execute('0', arguments))}</tool_response>" and not by_policy
+    assert (
+        said == f"<tool_response>{asyncio.run(tool.execute('0', arguments))}</tool_response>"
+        and not by_policy
+    )
     assert answer == f"#### {one.value}{words.eos_token}"
     ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
     assert words.decode(ids) == one.prompt + call + said + answer
@@ -91,25 +98,49 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
 
 
 def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(tmp_path):
-    words, user = build_tokenizer((*guesses.LETTERS, *"-?#"), (guesses.EARLIER, guesses.LATER)), "thinker"
+    words, user = (
+        build_tokenizer((*guesses.LETTERS, *"-?#"), (guesses.EARLIER, guesses.LATER)),
+        "thinker",
+    )
     words.chat_template = guesses.TEMPLATE
     (tmp_path / "users.yaml").write_text((ROOT / "recipes" / "lab" / "users.yaml").read_text())
-    config = compose("grpo", ["preset=lab_users", f"{TURNS}.interaction_config_path={tmp_path}/users.yaml"])
+    config = compose(
+        "grpo", ["preset=lab_users", f"{TURNS}.interaction_config_path={tmp_path}/users.yaml"]
+    )
     loop, unheard = ToolAgentLoop(config, words), random.Random(2)
     for one in guesses.splits()["test"][:40]:
         for way in (list(guesses.halving(one)), list(guesses.deaf(one, unheard))):
             row = guesses.row(one, "test", 0)
             said = [f"#{guesses.LETTERS[guess]}" for guess in way]
             ids = tuple(encode(words, one.prompt))
-            asked = Prompt(0, "u", ids, row["prompt"], guesses.LETTERS[one.secret], "lab/guesses", row["extra_info"])
-            engine, sampling = ScriptedEngine(words, lambda _, left=said: left.pop(0)), SamplingParams(max_tokens=24)
-            episode = Episode(asked, 0, sampling, Limits(24, 32), TrajectorySampler(engine, words, run_seed=1))
+            asked = Prompt(
+                0,
+                "u",
+                ids,
+                row["prompt"],
+                guesses.LETTERS[one.secret],
+                "lab/guesses",
+                row["extra_info"],
+            )
+            engine, sampling = (
+                ScriptedEngine(words, lambda _, left=said: left.pop(0)),
+                SamplingParams(max_tokens=24),
+            )
+            episode = Episode(
+                asked, 0, sampling, Limits(24, 32), TrajectorySampler(engine, words, run_seed=1)
+            )
             asyncio.run(loop.run(episode))
             trajectory = episode.trajectory()
-            warm, labels = as_row(one.prompt, guesses.episode(one, iter(way), words.eos_token), words)
+            warm, labels = as_row(
+                one.prompt, guesses.episode(one, iter(way), words.eos_token), words
+            )
             assert [*ids, *trajectory.response_ids.tolist()] == warm
-            assert trajectory.response_mask.tolist() == [label != IGNORED for label in labels[len(ids) :]]
-            assert trajectory.user_scores[-1] == (way[-1] == one.secret) and not any(trajectory.user_scores[:-1])
+            assert trajectory.response_mask.tolist() == [
+                label != IGNORED for label in labels[len(ids) :]
+            ]
+            assert trajectory.user_scores[-1] == (way[-1] == one.secret) and not any(
+                trajectory.user_scores[:-1]
+            )
             assert row["extra_info"]["interaction_kwargs"]["name"] == user and not said
 
 

@@ -1,4 +1,5 @@
-"""The figures task: four answers that are equally frequent, held-out figures, pictures of a token a cell."""
+"""The figures task: four answers that are equally frequent, held-out figures, pictures of a token a
+cell."""
 
 from __future__ import annotations
 
@@ -28,4 +29,7 @@ def test_no_arrangement_of_the_test_is_trained_on():
 def test_a_picture_follows_from_its_seed_and_is_a_token_a_cell():
     one = Figure("rgby", "m", 3)
     assert one.drawn() == one.drawn() != Figure("rgby", "m", 4).drawn()
-    assert read_picture(one.drawn(), picture_format(), decode=True).tokens == figures.ROWS * figures.COLUMNS
+    assert (
+        read_picture(one.drawn(), picture_format(), decode=True).tokens
+        == figures.ROWS * figures.COLUMNS
+    )

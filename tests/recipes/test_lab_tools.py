@@ -16,7 +16,17 @@ TOOLS = Path(__file__).resolve().parents[2] / "recipes" / "lab" / "tools.yaml"
 
 @pytest.mark.parametrize(
     "text",
-    ["*".join(["9**999"] * 12), "9**9**9", "1/0", "1<<10**9", "-" * 900 + "1", "(" * 400, "1+\ud800", "1\x00", ""],
+    [
+        "*".join(["9**999"] * 12),
+        "9**9**9",
+        "1/0",
+        "1<<10**9",
+        "-" * 900 + "1",
+        "(" * 400,
+        "1+\ud800",
+        "1\x00",
+        "",
+    ],
 )
 def test_the_calculator_computes_or_refuses(text):
     try:

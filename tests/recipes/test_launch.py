@@ -1,4 +1,5 @@
-"""Launch files: Slurm's script and ray_node.sh start Ray on each node in order, let a warned run save, and end it."""
+"""Launch files: Slurm's script and ray_node.sh start Ray on each node in order, let a warned run
+save, and end it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ from tests.pools import marked_processes, none_left
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = str(Path(sys.executable).parent)  # not a shim, which is a shell
 LAUNCH = ROOT / "recipes" / "launch"
-# Slurm of two nodes on one machine: srun starts a command once a node, at once, and returns the last failure. A signal
-# that srun gets goes to every process of the tasks, as slurmstepd sends it: those are in TASKS, by their sessions.
+# Slurm of two nodes on one machine: srun starts a command once a node, at once, and returns the
+# last failure. A signal that srun gets goes to every process of the tasks, as slurmstepd sends it:
+# those are in TASKS, by their sessions.
 SRUN = """#!/usr/bin/env bash
 nodes=1
 while [[ "$1" == --* ]]; do [[ "$1" == --nodes=* ]] && nodes="${1#--nodes=}"; shift; done
@@ -58,8 +60,8 @@ SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >> "$CALLS"
 [[ "$1" != show ]] || printf 'node1\\nnode2\\n'
 """
-# Ray that writes its calls down: a started node is a file that names a living process, until it hears SIGTERM. It is
-# no shell, since bash unblocks SIGTERM as it starts.
+# Ray that writes its calls down: a started node is a file that names a living process, until it
+# hears SIGTERM. It is no shell, since bash unblocks SIGTERM as it starts.
 RAY = (
     f"#!{sys.executable}\n"
     + """
@@ -94,7 +96,9 @@ class Job:
         self.mark = mark
         self.log = folder / "job.log"
 
-    def start(self, script: str, *arguments: str, ray: str | None = RAY, **variables: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, script: str, *arguments: str, ray: str | None = RAY, **variables: str
+    ) -> subprocess.Popen[bytes]:
         stubs = {"srun": SRUN, "scontrol": SCONTROL, **({"ray": ray} if ray else {})}
         for name, text in stubs.items():
             (self.folder / "bin" / name).write_text(text)
@@ -104,8 +108,18 @@ class Job:
         environment = {
             **os.environ,
             **{"PATH": os.pathsep.join((str(self.folder / "bin"), PYTHON, os.environ["PATH"]))},
-            **{"SLURM_SUBMIT_DIR": str(self.checkout), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"},
-            **{"SLURM_JOB_ID": "7", "WAIT_S": "200", "POLL_S": "0.2", "RAY_PORT": str(free_port()), self.mark: "1"},
+            **{
+                "SLURM_SUBMIT_DIR": str(self.checkout),
+                "SLURM_JOB_NODELIST": "node[1-2]",
+                "SLURM_JOB_NUM_NODES": "2",
+            },
+            **{
+                "SLURM_JOB_ID": "7",
+                "WAIT_S": "200",
+                "POLL_S": "0.2",
+                "RAY_PORT": str(free_port()),
+                self.mark: "1",
+            },
             **{
                 "TASKS": str(self.folder / "tasks.py"),
                 "CALLS": str(self.folder / "calls"),
@@ -113,9 +127,16 @@ class Job:
                 **variables,
             },
         }
-        arguments = ("bash", str(self.checkout / "recipes/launch/slurm.sbatch"), "script.sh", *arguments)
+        arguments = (
+            "bash",
+            str(self.checkout / "recipes/launch/slurm.sbatch"),
+            "script.sh",
+            *arguments,
+        )
         with open(self.log, "w") as log:
-            return subprocess.Popen(arguments, cwd=self.folder, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                arguments, cwd=self.folder, env=environment, stdout=log, stderr=log
+            )
 
     def run(self, *arguments: str, **variables: str) -> int:
         return self.start(*arguments, **variables).wait(120)
@@ -142,7 +163,8 @@ def until(condition: Callable[[], object], job: Job, seconds: float = 120) -> No
 
 @pytest.fixture
 def job(tmp_path):
-    """Yield a job with stubs in place of Slurm and, by default, of Ray; nothing of it outlives the test."""
+    """Yield a job with stubs in place of Slurm and, by default, of Ray; nothing of it outlives the
+    test."""
     for name in ("bin", "state"):
         (tmp_path / name).mkdir()
     job = Job(tmp_path, f"JOB_{uuid.uuid4().hex}")
@@ -154,11 +176,15 @@ def job(tmp_path):
 
 
 def test_slurm_starts_the_head_then_the_nodes_then_the_script_and_ends_them(job):
-    script = 'echo "RAY_ADDRESS=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN} $*"; ls "$STATE"'
+    script = (
+        'echo "RAY_ADDRESS=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN} $*"; ls '
+        '"$STATE"'
+    )
     assert job.run(script, "a=1 2") == 0
     log = job.log.read_text()
     ip, port = re.search(r"RAY_ADDRESS=([\d.]+):(\d+) mode=token token=64 a=1 2\n", log).groups()
-    assert len(re.findall(r"^(head|node)-\d+$", log, re.M)) == 2  # both were there when the script ran
+    # Both were there when the script ran
+    assert len(re.findall(r"^(head|node)-\d+$", log, re.M)) == 2
     assert [line for line in job.calls() if line.startswith("ray start")] == [
         f"ray start --head --node-ip-address={ip} --port={port} --block",
         f"ray start --address={ip}:{port} --block",
@@ -171,7 +197,8 @@ def test_the_scripts_exit_status_is_the_jobs(job):
     assert job.run("exit 7") == 7 and none_left(job.pids)
 
 
-# Ends its step and saves, which takes longer than all that the signal reaches; the file is not run by exec
+# Ends its step and saves, which takes longer than all that the signal reaches; the file is not run
+# by exec
 SAVES = """
 cat > saves.sh << 'END'
 save() { trap '' USR1 TERM; sleep 2; ray status >> "$CALLS"; echo saved >> "$CALLS"; exit 0; }
@@ -201,7 +228,9 @@ def the_batch_shell(job: Job, number: int) -> None:
         pytest.param(everything, signal.SIGTERM, "exec", False, id="cancelled"),
     ],
 )
-def test_a_signal_reaches_the_script_and_the_cluster_stays_until_it_has_saved(job, reach, number, wrapped, requeued):
+def test_a_signal_reaches_the_script_and_the_cluster_stays_until_it_has_saved(
+    job, reach, number, wrapped, requeued
+):
     job.process = job.start(SAVES.replace("EXEC", wrapped))
     until(lambda: "training" in job.calls(), job)
     reach(job, number)
@@ -209,18 +238,32 @@ def test_a_signal_reaches_the_script_and_the_cluster_stays_until_it_has_saved(jo
     calls = job.calls()
     assert "saved" in calls, job.log.read_text()
     saved = calls.index("saved")
-    assert len([line for line in calls[:saved] if re.search(r"1 node_(head|node)-\d+", line)]) == 2, job.log.read_text()
+    assert (
+        len([line for line in calls[:saved] if re.search(r"1 node_(head|node)-\d+", line)]) == 2
+    ), job.log.read_text()
     assert ("scontrol requeue 7" in calls) == requeued
     assert (job.process.returncode == 0) == (wrapped == "exec")
     assert none_left(job.pids)
 
 
 def test_a_script_does_not_run_on_a_cluster_that_holds_the_port(job):
-    assert job.run('echo ran >> "$CALLS"', FOREIGN="1", SLURM_JOB_NUM_NODES="1", RAY_AUTH_MODE="disabled") == 1
+    assert (
+        job.run(
+            'echo ran >> "$CALLS"', FOREIGN="1", SLURM_JOB_NUM_NODES="1", RAY_AUTH_MODE="disabled"
+        )
+        == 1
+    )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert job.run('echo ran >> "$CALLS"', SLURM_JOB_NUM_NODES="1", RAY_PORT=str(listener.getsockname()[1])) == 2
+        assert (
+            job.run(
+                'echo ran >> "$CALLS"',
+                SLURM_JOB_NUM_NODES="1",
+                RAY_PORT=str(listener.getsockname()[1]),
+            )
+            == 2
+        )
     assert "another program's" in job.log.read_text()
     assert "ran" not in job.calls()
 
@@ -228,14 +271,18 @@ def test_a_script_does_not_run_on_a_cluster_that_holds_the_port(job):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("reach", "number"), [(the_batch_shell, signal.SIGUSR1), (everything, signal.SIGTERM)], ids=["warned", "cancelled"]
+    ("reach", "number"),
+    [(the_batch_shell, signal.SIGUSR1), (everything, signal.SIGTERM)],
+    ids=["warned", "cancelled"],
 )
 def test_a_run_on_two_raylets_saves_when_its_job_ends(job, tmp_path, reach, number):
     """The real scripts and the real Ray: a process of Ray that died would take the step along."""
     prepare(tmp_path)
     run = tmp_path / "run"
     nodes = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.save_freq=100")
-    arguments = shlex.join(command(tmp_path, "grpo", 400, *nodes, "custom_reward_function.name=slowly")(run))
+    arguments = shlex.join(
+        command(tmp_path, "grpo", 400, *nodes, "custom_reward_function.name=slowly")(run)
+    )
     options = "--num-cpus=2 --object-store-memory=80000000"
     job.process = job.start(
         f"export PYTHONPATH={ROOT}; exec {arguments}",
@@ -259,7 +306,8 @@ def test_the_image_and_its_constraints_are_of_one_cuda_and_choose_vllms_cuda_bui
     pins = (ROOT / "environment" / "constraints-cuda.txt").read_text()
     assert re.findall(r"^nvidia-nccl-cu(\d+)==", pins, re.M) == [base]
     assert "VLLM=vllm make setup" in image
-    assert not re.search(r"^(setuptools|pip|wheel)==", pins, re.M)  # vLLM's bound on setuptools depends on Python
+    # VLLM's bound on setuptools depends on Python
+    assert not re.search(r"^(setuptools|pip|wheel)==", pins, re.M)
     assert "FROM" not in (LAUNCH / "README.md").read_text()
 
 
@@ -268,7 +316,9 @@ def test_the_job_server_is_installed_and_rayjob_finds_the_images_folder():
     spec = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())["spec"]
     folder = re.search(r"^WORKDIR (\S+)", (ROOT / "Dockerfile").read_text(), re.M)[1]
     assert f"bash {folder}/recipes/" in spec["entrypoint"]
-    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
+    assert (
+        int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
+    )
 
 
 @pytest.mark.cluster
@@ -281,10 +331,24 @@ def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path
     (tmp_path / "slow.py").write_text(reward)
     run, mark = tmp_path / "run", f"JOB_{uuid.uuid4().hex}"
     slow = (f"custom_reward_function.path={tmp_path / 'slow.py'}",)
-    entry = command(tmp_path, "grpo", 50, "trainer.backend=ray", "trainer.save_freq=100", "trainer.test_freq=-1", *slow)
+    entry = command(
+        tmp_path,
+        "grpo",
+        50,
+        "trainer.backend=ray",
+        "trainer.save_freq=100",
+        "trainer.test_freq=-1",
+        *slow,
+    )
     entry = [*entry(run), "trainer.val_before_train=False"]
     port, dashboard = free_port(), free_port()
-    settings = {"RAY_AUTH_MODE": "disabled", "SPT_NOENV": "1", mark: "1", "PYTHONPATH": str(ROOT), **NICE}
+    settings = {
+        "RAY_AUTH_MODE": "disabled",
+        "SPT_NOENV": "1",
+        mark: "1",
+        "PYTHONPATH": str(ROOT),
+        **NICE,
+    }
     environment = {**os.environ, **settings}
     ray = f"{PYTHON}/ray"
     start = [ray, "start", "--head", "--block", "--num-cpus=3", "--object-store-memory=80000000"]
@@ -294,12 +358,23 @@ def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path
 
     def job(*words: str) -> str:
         line = [ray, "job", words[0], f"--address=http://127.0.0.1:{dashboard}", *words[1:]]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200).stdout
+        return subprocess.run(
+            line, env=environment, capture_output=True, text=True, timeout=200
+        ).stdout
 
-    with subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
+    with subprocess.Popen(
+        start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as head:
         try:
             deadline = time.monotonic() + 200
-            submit = ("submit", "--submission-id=tiny", "--no-wait", f"--runtime-env-json={variables}", "--", *entry)
+            submit = (
+                "submit",
+                "--submission-id=tiny",
+                "--no-wait",
+                f"--runtime-env-json={variables}",
+                "--",
+                *entry,
+            )
             while "tiny" not in job(*submit):
                 assert time.monotonic() < deadline
             while len(read_lines(run / "metrics.jsonl")) < 1:

@@ -1,4 +1,5 @@
-"""The notebook of the first ten minutes runs from its first cell to its last, and is committed without outputs."""
+"""The notebook of the first ten minutes runs from its first cell to its last, and is committed
+without outputs."""
 
 from __future__ import annotations
 
@@ -24,9 +25,17 @@ def test_the_notebook_is_valid_and_has_no_outputs():
 def test_every_cell_runs_with_few_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_STEPS", "3")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the kernel's; an editable install may be of another checkout
-    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # The kernel's; an editable install may be of another checkout
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NotebookClient(
+        notebook, timeout=1500, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     run = tmp_path / "outputs/grpo/first-ten-minutes"
     assert (run / "report.html").exists() and (run / "trace.html").exists()
-    shown = "".join(str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
+    shown = "".join(
+        str(output)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
     assert "step   3" in shown and "<svg" in shown

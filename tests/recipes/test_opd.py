@@ -1,4 +1,5 @@
-"""On-policy distillation: a token's reward against a written-out softmax, and whole runs beside GRPO's."""
+"""On-policy distillation: a token's reward against a written-out softmax, and whole runs beside
+GRPO's."""
 
 from __future__ import annotations
 
@@ -24,18 +25,23 @@ GROUP = ("actor_rollout_ref.rollout.n=2", "trainer.seed=3")
 def folder(tmp_path_factory) -> Path:
     """The student of ``prepare``, and beside it a teacher of another shape and seed."""
     folder = prepare(tmp_path_factory.mktemp("opd"))
-    tiny_model("qwen2", seed=7, hidden_size=24, vocab_size=104).save_pretrained(folder / "teacher")  # 4 padded ids
+    # 4 padded ids
+    tiny_model("qwen2", seed=7, hidden_size=24, vocab_size=104).save_pretrained(folder / "teacher")
     tiny_tokenizer().save_pretrained(folder / "teacher")
     return folder
 
 
-def trainer(folder: Path, run: str, *overrides: str, recipe: str = "opd", teacher: str = "teacher") -> RayPPOTrainer:
+def trainer(
+    folder: Path, run: str, *overrides: str, recipe: str = "opd", teacher: str = "teacher"
+) -> RayPPOTrainer:
     own = [f"distillation.teacher.path={folder / teacher}"] if recipe == "opd" else []
     config = compose(recipe, arguments(folder, run, *own, *GROUP, *overrides, steps=3))
     return (RayOPDTrainer if recipe == "opd" else RayPPOTrainer)(config)
 
 
-def trained(folder: Path, run: str, *overrides: str, **options: str) -> tuple[list[dict[str, float]], dict]:
+def trained(
+    folder: Path, run: str, *overrides: str, **options: str
+) -> tuple[list[dict[str, float]], dict]:
     """Return the metrics of the steps and the weights of a whole run."""
     trainer(folder, run, *overrides, **options).init_workers().fit()
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
@@ -47,7 +53,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_reward_of_a_token_is_that_of_a_softmax_written_out(folder):
-    """In float64: its log-prob under the teacher less that under the student, at each one's own temperature."""
+    """In float64: its log-prob under the teacher less that under the student, at each one's own
+    temperature."""
     one = trainer(folder, "softmax", "distillation.teacher.temperature=2.0").init_workers()
     sampled = {}
 
@@ -69,10 +76,16 @@ def test_the_reward_of_a_token_is_that_of_a_softmax_written_out(folder):
     for name, policy in models.items():
         rows = []
         for ids in batch.input_ids.long().split(batch.lengths.tolist()):
-            logits = policy.module.double()(input_ids=ids[None]).logits[0, :-1, :100] / policy.temperature
+            logits = (
+                policy.module.double()(input_ids=ids[None]).logits[0, :-1, :100]
+                / policy.temperature
+            )
             exp = torch.exp(logits - logits.max(-1, keepdim=True).values)
             share = exp / exp.sum(-1, keepdim=True)
-            rows += [torch.zeros(1, dtype=torch.float64), share[torch.arange(len(ids) - 1), ids[1:]].log()]
+            rows += [
+                torch.zeros(1, dtype=torch.float64),
+                share[torch.arange(len(ids) - 1), ids[1:]].log(),
+            ]
         logp[name] = torch.cat(rows).detach()
     want = torch.where(batch.response_mask, logp["teacher"] - logp["student"], 0)
     assert models["teacher"].temperature == 2.0 and want.abs().max() > 0.1
@@ -92,21 +105,30 @@ def test_without_coefficient_and_with_the_tasks_reward_it_is_grpo_to_the_bit(fol
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_student_that_is_its_teacher_learns_nothing(folder, temperature):
     """At any temperature of the rollout: the teacher's follows it."""
-    keys = ("actor_rollout_ref.actor.optim.weight_decay=0", f"actor_rollout_ref.rollout.temperature={temperature}")
+    keys = (
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        f"actor_rollout_ref.rollout.temperature={temperature}",
+    )
     rows, _ = trained(folder, f"itself-{temperature}", *keys, teacher="model")
     assert [row["distillation/reverse_kl"] for row in rows] == [0.0] * 3
     assert [row["actor/grad_norm"] for row in rows] == [0.0] * 3
 
 
 def test_distillation_brings_the_student_to_its_teacher(folder):
-    lr = ("actor_rollout_ref.actor.optim.lr=0.02", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=8")
+    lr = (
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+    )
     rows, _ = trained(folder, "towards", *lr)
     assert rows[-1]["distillation/reverse_kl"] < 0.8 * rows[0]["distillation/reverse_kl"]
 
 
 def test_tokens_of_others_have_no_reward():
     mask = torch.tensor([False, True, False, True])
-    reward = token_reward(torch.tensor([-1.0, -1.0, -1.0, -2.0]), torch.tensor([-3.0, -0.5, 9.0, -4.0]), mask)
+    reward = token_reward(
+        torch.tensor([-1.0, -1.0, -1.0, -2.0]), torch.tensor([-3.0, -0.5, 9.0, -4.0]), mask
+    )
     assert reward.tolist() == [0.0, 0.5, 0.0, -2.0]
 
 
@@ -116,7 +138,11 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_it_loads(folder):
     other.add_tokens(["<teach>"])
     other.save_pretrained(folder / "other")
     tiny_model("llama").save_pretrained(folder / "other")
-    with pytest.raises(InputError, match=r"distillation\.teacher\.path=.*101 tokens .*SHA-256.*100 tokens .*SHA-256"):
+    with pytest.raises(
+        InputError,
+        match=r"distillation\.teacher\.path=.*101 tokens "
+        r".*SHA-256.*100 tokens .*SHA-256",
+    ):
         trainer(folder, "refused", teacher="other").init_workers()
     absent = paths.missing(trainer(folder, "absent", teacher="absent").config)
     assert [problem.key for problem in absent] == ["distillation.teacher.path"]
@@ -131,9 +157,14 @@ def test_an_adapted_student_has_a_teacher_beside_its_reference(folder):
     )
     one = trainer(folder, "lora", *adapted).init_workers()
     one.fit()
-    rows = [json.loads(line) for line in (folder / "lora" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "lora" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"]
-    assert rows[0]["distillation/reverse_kl"] > 0 and set(one.workers.models.frozen) == {"ref", "teacher"}
+    assert rows[0]["distillation/reverse_kl"] > 0 and set(one.workers.models.frozen) == {
+        "ref",
+        "teacher",
+    }
 
 
 @pytest.mark.processes
@@ -145,4 +176,6 @@ def test_two_ranks_over_ray_are_taught_what_one_process_is(folder):
         over_ray, _ = trained(folder, "ray", "trainer.backend=ray", *two)
     alone, _ = trained(folder, "alone")
     for one, other in zip(over_ray, alone, strict=True):
-        assert one["distillation/reverse_kl"] == pytest.approx(other["distillation/reverse_kl"], abs=1e-5)
+        assert one["distillation/reverse_kl"] == pytest.approx(
+            other["distillation/reverse_kl"], abs=1e-5
+        )

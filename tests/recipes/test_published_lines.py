@@ -16,17 +16,24 @@ from core.command_line import prepare
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
-RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
+# Every other one is a line of main_ppo
+RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}
 
 
-ROW = pa.Table.from_pylist([{"data_source": "x", "prompt": "y", "reward_model": {"ground_truth": "z"}}])
+ROW = pa.Table.from_pylist(
+    [{"data_source": "x", "prompt": "y", "reward_model": {"ground_truth": "z"}}]
+)
 
 
 def arguments(path):
     found = path.read_text().splitlines()
-    # its own model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as well
+    # its own model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as
+    # well
     model = "actor_rollout_ref.model.path="
-    return [f"{model}Qwen/Qwen2.5-32B" if text.startswith(model) and path.stem == "dapo" else text for text in found]
+    return [
+        f"{model}Qwen/Qwen2.5-32B" if text.startswith(model) and path.stem == "dapo" else text
+        for text in found
+    ]
 
 
 @pytest.fixture
@@ -38,7 +45,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_published_line_validates_in_one_process_and_for_a_cluster(folder, monkeypatch, capsys, subtests):
+def test_a_published_line_validates_in_one_process_and_for_a_cluster(
+    folder, monkeypatch, capsys, subtests
+):
     monkeypatch.setenv("DRY_RUN", "1")
     for path in LINES:
         for cluster in ([], ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]):
@@ -52,18 +61,31 @@ def test_the_entry_point_runs_it_dry(folder, subtests):
     """As a person types it; it imports neither torch nor ray nor vllm, and writes nothing."""
     for name in ["ppo", "grpo", "dapo", "search_r1"]:
         with subtests.test(name=name):
-            environment = {**os.environ, "DRY_RUN": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+            environment = {
+                **os.environ,
+                "DRY_RUN": "1",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            }
             # -v would say so too; this says only what was imported when the process ends
             hook = folder / "sitecustomize.py"
             hook.write_text(
                 "import atexit, sys\n"
                 "heavy = ('torch', 'ray', 'vllm', 'transformers')\n"
-                "atexit.register(lambda: print('imported:', [m for m in heavy if m in sys.modules]))\n"
+                "atexit.register(lambda: print('imported:', [m for m in heavy if m in "
+                "sys.modules]))\n"
             )
             before = sorted(folder.rglob("*"))
-            command = [sys.executable, "-m", f"recipes.{name}.main_{name}", *arguments(COMMANDS / f"{name}.args")]
+            command = [
+                sys.executable,
+                "-m",
+                f"recipes.{name}.main_{name}",
+                *arguments(COMMANDS / f"{name}.args"),
+            ]
             environment["PYTHONPATH"] += os.pathsep + str(folder)
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True
+            )
             assert (done.returncode, done.stderr) == (0, "")
             assert "imported: []" in done.stdout and "valid" in done.stdout
             assert sorted(folder.rglob("*")) == before

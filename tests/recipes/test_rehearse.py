@@ -1,4 +1,5 @@
-"""The rehearsal of a script: small enough for CPUs, with the script's algorithm and layout, and one harm at a time."""
+"""The rehearsal of a script: small enough for CPUs, with the script's algorithm and layout, and one
+harm at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +29,13 @@ def test_a_rehearsal_is_small_and_keeps_the_scripts_algorithm(name):
     composed = examine(script.recipe, [*script.arguments, "--", *small])
     assert composed.problems == ()
     config, full = composed.config, script.config
-    assert config.trainer.nnodes == min(2, full.trainer.nnodes) and config.trainer.n_gpus_per_node == 2
+    assert (
+        config.trainer.nnodes == min(2, full.trainer.nnodes) and config.trainer.n_gpus_per_node == 2
+    )
     assert config.algorithm == full.algorithm
-    assert config.actor_rollout_ref.actor.loss_agg_mode == full.actor_rollout_ref.actor.loss_agg_mode
+    assert (
+        config.actor_rollout_ref.actor.loss_agg_mode == full.actor_rollout_ref.actor.loss_agg_mode
+    )
     assert config.actor_rollout_ref.hybrid_engine == full.actor_rollout_ref.hybrid_engine
 
 

@@ -36,7 +36,11 @@ def make_client():
     made = []
 
     def make(url, **options):
-        made.append(RetrievalClient(ClientOptions(url, **{"pause_s": 0.01, "longest_pause_s": 0.2} | options)))
+        made.append(
+            RetrievalClient(
+                ClientOptions(url, **{"pause_s": 0.01, "longest_pause_s": 0.2} | options)
+            )
+        )
         return made[-1]
 
     yield make
@@ -60,8 +64,16 @@ def test_it_answers_as_the_retriever_in_process_does(index, server, make_client)
     ]
     assert ask(client) == []
     metrics = client.metrics()
-    assert metrics["retrieval/queries"] == 4 and metrics["retrieval/searches"] == metrics["retrieval/attempts"] == 1
-    assert metrics["retrieval/errors"] == metrics["retrieval/retries"] == metrics["retrieval/error_rate"] == 0
+    assert (
+        metrics["retrieval/queries"] == 4
+        and metrics["retrieval/searches"] == metrics["retrieval/attempts"] == 1
+    )
+    assert (
+        metrics["retrieval/errors"]
+        == metrics["retrieval/retries"]
+        == metrics["retrieval/error_rate"]
+        == 0
+    )
     assert metrics["retrieval/empty"] == 2 and metrics["retrieval/seconds"] > 0
     assert client.metrics()["retrieval/queries"] == 0  # since the last call
 
@@ -98,7 +110,9 @@ def test_a_restart_costs_retries_and_no_search_however_many_wait(make_client, ca
     ask(client, "before", topk=1)
 
     async def all_of_them():
-        tasks = [asyncio.create_task(client.retrieve([str(number)], 1)) for number in range(waiting)]
+        tasks = [
+            asyncio.create_task(client.retrieve([str(number)], 1)) for number in range(waiting)
+        ]
         for _ in range(10):
             await asyncio.sleep(0.06)
             sockets.append(len(os.listdir("/proc/self/fd")))
@@ -134,7 +148,11 @@ def test_a_search_that_always_fails_is_an_error_though_others_are_answered(make_
 
     with misbehaving(poisoned) as (url, _):
         client = make_client(url, give_up_s=0.4)
-        with pytest.raises(RetrievalError, match=r"no answer within give_up_s=0.4 s and \d+ attempts \(status"):
+        with pytest.raises(
+            RetrievalError,
+            match=r"no answer within give_up_s=0.4 s and \d+ "
+            r"attempts \(status",
+        ):
             asyncio.run(beside(client))
 
 
@@ -191,11 +209,26 @@ def scored(answer, score):
 REPLIES = {
     "garbage": (with_body(lambda answer: b"<html>502</html>"), "the reply is not JSON"),
     "no result": (with_body(lambda answer: {"detail": "hm"}), "no list 'result'"),
-    "too few results": (with_body(lambda answer: {"result": answer["result"][:1]}), "1 results for 2 queries"),
-    "too many passages": (with_body(lambda answer: {"result": [r * 2 for r in answer["result"]]}), "has 4 passages"),
-    "no scores": (with_body(lambda answer: {"result": [[{"contents": "a"}]] * 2}), "is not {document"),
-    "NaN": (with_body(lambda answer: json.dumps(scored(answer, float("nan"))).encode()), "NaN is no JSON"),
-    "NaN as text": (with_body(lambda answer: scored(answer, "nan")), "score is 'nan', which is no number"),
+    "too few results": (
+        with_body(lambda answer: {"result": answer["result"][:1]}),
+        "1 results for 2 queries",
+    ),
+    "too many passages": (
+        with_body(lambda answer: {"result": [r * 2 for r in answer["result"]]}),
+        "has 4 passages",
+    ),
+    "no scores": (
+        with_body(lambda answer: {"result": [[{"contents": "a"}]] * 2}),
+        "is not {document",
+    ),
+    "NaN": (
+        with_body(lambda answer: json.dumps(scored(answer, float("nan"))).encode()),
+        "NaN is no JSON",
+    ),
+    "NaN as text": (
+        with_body(lambda answer: scored(answer, "nan")),
+        "score is 'nan', which is no number",
+    ),
     "beyond a float": (with_body(lambda answer: scored(answer, 10**400)), "too large"),
     "too long": (with_body(lambda answer: b" " * 200_000), "more than 100000 bytes"),
 }
@@ -214,7 +247,12 @@ def test_a_reply_that_does_not_fit_is_an_error_after_a_few_tries(make_client, su
 
 
 def test_a_server_that_is_broken_or_hangs_is_an_error_within_the_bound(make_client, subtests):
-    for behave, kind in [(broken, "status"), (hanging, "timeout"), (trickling, "timeout"), (hanging_up, "connect")]:
+    for behave, kind in [
+        (broken, "status"),
+        (hanging, "timeout"),
+        (trickling, "timeout"),
+        (hanging_up, "connect"),
+    ]:
         with subtests.test(behave=behave, kind=kind), misbehaving(behave) as (url, asked):
             client = make_client(url, timeout_s=0.2, give_up_s=0.8)
             began = time.monotonic()
@@ -227,7 +265,10 @@ def test_a_server_that_is_broken_or_hangs_is_an_error_within_the_bound(make_clie
 
 
 def test_our_own_mistake_is_not_repeated(make_client):
-    with misbehaving(lambda handler, _: reply(handler, 422, {"error": "topk: too large"})) as (url, asked):
+    with misbehaving(lambda handler, _: reply(handler, 422, {"error": "topk: too large"})) as (
+        url,
+        asked,
+    ):
         with pytest.raises(RetrievalError, match="status 422.*topk: too large"):
             ask(make_client(url), "a")
         assert len(asked) == 1
@@ -245,7 +286,10 @@ def test_answers_are_kept_and_a_run_can_be_repeated_without_a_server(index, tmp_
         again = ask(client, contents(4), "zzzz", contents(9))
         assert again[:2] == [first[2], []]
         metrics = client.metrics()
-        assert metrics["retrieval/cache_hit_rate"] == pytest.approx(2 / 3) and metrics["retrieval/attempts"] == 1
+        assert (
+            metrics["retrieval/cache_hit_rate"] == pytest.approx(2 / 3)
+            and metrics["retrieval/attempts"] == 1
+        )
         assert len(ask(client, contents(3), topk=5)[0]) == 5  # another topk is another question
     offline = make_client(server.url, cache_dir=tmp_path, offline=True)
     assert ask(offline, *queries) == first
@@ -259,12 +303,16 @@ def test_a_cache_is_an_index_s_own(index, tmp_path, make_client):
     found = []
     for folder in (index, tmp_path / "other"):
         with Server(folder) as server:
-            found.append(ask(make_client(server.url, cache_dir=tmp_path / "cache"), "district", topk=40))
+            found.append(
+                ask(make_client(server.url, cache_dir=tmp_path / "cache"), "district", topk=40)
+            )
     assert [len(passages) for (passages,) in found] == [40, 30]
     with Server(index, "--backend", "random") as server:  # the same passages, found in another way
         client = make_client(server.url, cache_dir=tmp_path / "cache")
         (other,) = ask(client, "district", topk=40)
         assert client.metrics()["retrieval/cache_hit_rate"] == 0
     assert {passage.id for passage in other} != {passage.id for passage in found[0][0]}
-    with pytest.raises(RetrievalError, match="must hold the answers of one index, it has .*, .*; give identity="):
+    with pytest.raises(
+        RetrievalError, match="must hold the answers of one index, it has .*, .*; give identity="
+    ):
         make_client(server.url, cache_dir=tmp_path / "cache", offline=True)

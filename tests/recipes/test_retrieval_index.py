@@ -1,4 +1,5 @@
-"""Indices: what they find, that an interrupted build goes on, and that what does not belong together is refused."""
+"""Indices: what they find, that an interrupted build goes on, and that what does not belong
+together is refused."""
 
 import gzip
 import io
@@ -13,7 +14,12 @@ import pytest
 from recipes.search_r1.index import bm25, dense
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.corpus import Corpus
-from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
+from recipes.search_r1.index.encoder import (
+    EncoderSettings,
+    HashingEncoder,
+    make_encoder,
+    settings_of,
+)
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import RetrievalError, RetrieverOptions
 from tests.search import contents, write_corpus
@@ -47,10 +53,14 @@ def test_every_back_end_finds_the_passage_that_is_asked_for(built, subtests):
         with subtests.test(backend=backend):
             retriever = opened(built, backend)
             numbers = [0, 1, 57, ROWS - 1]
-            for number, passages in zip(numbers, retriever.retrieve([contents(n) for n in numbers], 3), strict=True):
+            for number, passages in zip(
+                numbers, retriever.retrieve([contents(n) for n in numbers], 3), strict=True
+            ):
                 assert len(passages) == 3
                 assert passages[0].id == f"p{number}" and passages[0].contents == contents(number)
-                assert [p.score for p in passages] == sorted((p.score for p in passages), reverse=True)
+                assert [p.score for p in passages] == sorted(
+                    (p.score for p in passages), reverse=True
+                )
             assert len(retriever) == ROWS and retriever.backend == backend
 
 
@@ -78,7 +88,9 @@ def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_li
 
 
 def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
-    queries = [f"which {contents(n).split()[3]} lies in district {n % 7}" for n in range(0, ROWS, 3)]
+    queries = [
+        f"which {contents(n).split()[3]} lies in district {n % 7}" for n in range(0, ROWS, 3)
+    ]
     encoder = HashingEncoder(HASHING)
     stored = encoder.encode([contents(n) for n in range(ROWS)], "")
     products = encoder.encode(queries, "") @ stored.T
@@ -90,7 +102,9 @@ def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
     vectors = encoder.encode(queries, "")
     exact = flat.search(vectors, 10)[0]
     for backend, options in (("hnsw", {}), ("ivf", {"nprobe": 1000})):
-        assert opened(built, backend, **options).search(vectors, 10)[0] == pytest.approx(exact, abs=1e-6)
+        assert opened(built, backend, **options).search(vectors, 10)[0] == pytest.approx(
+            exact, abs=1e-6
+        )
 
 
 # --- building ---
@@ -107,7 +121,9 @@ def test_a_packed_corpus_is_the_same_corpus(built, tmp_path):
     for corpus in (None, packed, built / "corpus.jsonl"):
         retriever = make_retriever(RetrieverOptions(tmp_path / "index", corpus=corpus))
         assert retriever.corpus_hash == opened(built, "bm25").corpus_hash
-        assert retriever.retrieve(["Entity57"], 2) == opened(built, "bm25").retrieve(["Entity57"], 2)
+        assert retriever.retrieve(["Entity57"], 2) == opened(built, "bm25").retrieve(
+            ["Entity57"], 2
+        )
 
 
 class Stops(Exception):
@@ -162,7 +178,9 @@ def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, mo
         file.write(b"half a row")
     build_index(built / "corpus.jsonl", tmp_path / "index", ["flat", "hnsw"], second)
     assert (first.texts, second.texts) == (90, ROWS - 90)
-    assert (tmp_path / "index" / "vectors.f32").read_bytes() == (built / "index" / "vectors.f32").read_bytes()
+    assert (tmp_path / "index" / "vectors.f32").read_bytes() == (
+        built / "index" / "vectors.f32"
+    ).read_bytes()
     third = Counting()
     build_index(built / "corpus.jsonl", tmp_path / "index", ["flat", "hnsw"], third)
     assert third.calls == 0
@@ -170,7 +188,11 @@ def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, mo
 
 def test_a_bad_line_is_named(tmp_path):
     good = json.dumps({"id": 1, "contents": "a"})
-    for line, said in (("not json", "not {id"), ('{"id": "x", "contents": 3}', "id must be text"), ("", "not {id")):
+    for line, said in (
+        ("not json", "not {id"),
+        ('{"id": "x", "contents": 3}', "id must be text"),
+        ("", "not {id"),
+    ):
         (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n{good}\n")
         with pytest.raises(RetrievalError, match=f"line 2: {said}"):
             build_index(tmp_path / "c.jsonl", tmp_path / "index")
@@ -222,12 +244,17 @@ def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, su
             for _ in range(2):  # the second time the corpus is unpacked already
                 retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
                 assert retriever.backend == backend
-                assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
+                assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(
+                    ["Entity3"], 3
+                )
     with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
         make_retriever(RetrieverOptions(tmp_path / "flat/e5.index"))
     lines = (built / "corpus.jsonl").read_text().splitlines(keepends=True)
     for number, (rows, said) in enumerate(
-        ((lines[:-1], f"{ROWS} vectors, the corpus has {ROWS - 1} rows"), (lines[::-1], "row 0 of the corpus"))
+        (
+            (lines[:-1], f"{ROWS} vectors, the corpus has {ROWS - 1} rows"),
+            (lines[::-1], "row 0 of the corpus"),
+        )
     ):
         file, corpus = tmp_path / f"{number}.index", tmp_path / f"{number}.jsonl"
         file.write_bytes((built / "index" / "flat.faiss").read_bytes())
@@ -261,10 +288,28 @@ def tiny_bert(tmp_path_factory):
     import torch
 
     folder = tmp_path_factory.mktemp("bert")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "query", "passage", ":", "red", "blue", "fox", "whale", "sea"]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "query",
+        "passage",
+        ":",
+        "red",
+        "blue",
+        "fox",
+        "whale",
+        "sea",
+    ]
     (folder / "vocab.txt").write_text("\n".join(words))
     tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"))
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    size = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **size)
     torch.manual_seed(3)
     transformers.BertModel(config).save_pretrained(folder / "encoder")
@@ -277,7 +322,11 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     from transformers import AutoModel, AutoTokenizer
 
     settings = settings_of(str(tiny_bert / "encoder"))
-    assert (settings.query_prefix, settings.passage_prefix, settings.pooling) == ("query: ", "passage: ", "mean")
+    assert (settings.query_prefix, settings.passage_prefix, settings.pooling) == (
+        "query: ",
+        "passage: ",
+        "mean",
+    )
     encoder = make_encoder(settings)
     texts = ["red fox", "blue", "red blue fox whale sea fox", "sea whale"]
     together = encoder.encode(texts, "query: ")
@@ -290,7 +339,9 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
         mean = hidden.mean(0).numpy()
         assert vector == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
     assert np.abs(encoder.encode(texts, "passage: ") - together).max() > 1e-3
-    first = make_encoder(EncoderSettings(str(tiny_bert / "encoder"), pooling="cls")).encode(texts, "query: ")
+    first = make_encoder(EncoderSettings(str(tiny_bert / "encoder"), pooling="cls")).encode(
+        texts, "query: "
+    )
     assert np.abs(first - together).max() > 1e-3
 
 
@@ -301,18 +352,28 @@ WORDS = [f"w{number}" for number in range(60)]
 
 @pytest.fixture(scope="module")
 def ties(tmp_path_factory):
-    """An index of 4,500 passages (five blocks), in which each text stands several times, far apart: exact ties."""
+    """An index of 4,500 passages (five blocks), in which each text stands several times, far apart:
+    exact ties."""
     folder, rng = tmp_path_factory.mktemp("ties"), random.Random(1)
     texts = [" ".join(rng.choices(WORDS, k=24)) for _ in range(700)]
     rows = [{"id": str(number), "contents": f'"T"\n{rng.choice(texts)}'} for number in range(4500)]
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    build_index(folder / "c.jsonl", folder / "index", ("flat", "hnsw"), HashingEncoder(EncoderSettings("hashing:768")))
+    build_index(
+        folder / "c.jsonl",
+        folder / "index",
+        ("flat", "hnsw"),
+        HashingEncoder(EncoderSettings("hashing:768")),
+    )
     return folder / "index"
 
 
 def test_an_answer_depends_neither_on_the_batch_nor_on_threads(ties):
-    """A matrix product's last bits do: with 256 queries at once and with one, by one thread and by two."""
-    one, two = (make_retriever(RetrieverOptions(ties, backend="flat", threads=threads)) for threads in (1, 2))
+    """A matrix product's last bits do: with 256 queries at once and with one, by one thread and by
+    two."""
+    one, two = (
+        make_retriever(RetrieverOptions(ties, backend="flat", threads=threads))
+        for threads in (1, 2)
+    )
     many = [" ".join(random.Random(number).choices(WORDS, k=9)) for number in range(256)]
     together = one.retrieve(many, 5)
     assert together == two.retrieve(many, 5) == [two.retrieve([query], 5)[0] for query in many]

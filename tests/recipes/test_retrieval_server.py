@@ -60,7 +60,9 @@ class Recording:
             raise ValueError("the disk is gone")
         if "too few" in queries:
             return [[]]
-        return [[Passage(f"{query}{n}", query, 1.0 / (n + 1)) for n in range(topk)] for query in queries]
+        return [
+            [Passage(f"{query}{n}", query, 1.0 / (n + 1)) for n in range(topk)] for query in queries
+        ]
 
 
 # --- the format ---
@@ -112,7 +114,8 @@ def test_a_bad_request_is_refused_and_says_what_is_wanted(subtests):
 
 
 async def ask_while_held(app, retriever, bodies):
-    """Sends the first body, holds the retriever on it, sends the rest, lets go; all answers, in order."""
+    """Sends the first body, holds the retriever on it, sends the rest, lets go; all answers, in
+    order."""
     async with browser(app) as client:
         retriever.go.clear()
         tasks = [asyncio.create_task(client.post("/retrieve", json=bodies[0]))]
@@ -128,11 +131,18 @@ async def ask_while_held(app, retriever, bodies):
 
 def test_requests_that_wait_are_searched_together_and_get_their_own():
     retriever = Recording()
-    bodies = [{"queries": [f"q{n}", f"r{n}"][: 1 + n % 2], "topk": 2, "return_scores": True} for n in range(40)]
+    bodies = [
+        {"queries": [f"q{n}", f"r{n}"][: 1 + n % 2], "topk": 2, "return_scores": True}
+        for n in range(40)
+    ]
     answers = asyncio.run(ask_while_held(make_app(retriever), retriever, bodies))
     for body, answer in zip(bodies, answers, strict=True):
-        assert [items[0]["document"]["contents"] for items in answer.json()["result"]] == body["queries"]
-    assert len(retriever.batches) == 2 and len(retriever.batches[1][0]) == sum(len(b["queries"]) for b in bodies[1:])
+        assert [items[0]["document"]["contents"] for items in answer.json()["result"]] == body[
+            "queries"
+        ]
+    assert len(retriever.batches) == 2 and len(retriever.batches[1][0]) == sum(
+        len(b["queries"]) for b in bodies[1:]
+    )
 
 
 def test_a_batch_has_a_largest_size_and_one_topk():
@@ -141,7 +151,10 @@ def test_a_batch_has_a_largest_size_and_one_topk():
         {"queries": [f"q{n}"], "topk": 1 + n % 2, "return_scores": True} for n in range(12)
     ]
     answers = asyncio.run(ask_while_held(make_app(retriever, max_batch=4), retriever, bodies))
-    assert all(len(answer.json()["result"][0]) == body["topk"] for body, answer in zip(bodies, answers, strict=True))
+    assert all(
+        len(answer.json()["result"][0]) == body["topk"]
+        for body, answer in zip(bodies, answers, strict=True)
+    )
     assert all(len(queries) <= 4 for queries, _ in retriever.batches)
     found = [queries for queries, topk in retriever.batches[1:] if topk == 2]
     assert found == [["q1", "q3", "q5", "q7"], ["q9", "q11"]]
@@ -151,7 +164,9 @@ def test_a_search_that_fails_is_a_500_for_its_batch_alone(subtests):
     for bad, said in [("break", "the disk is gone"), ("too few", "1 results for 3 items")]:
         with subtests.test(bad=bad, said=said):
             retriever = Recording()
-            bodies = [{"queries": [*queries]} for queries in (["held"], [bad, "x"], ["beside"], ["y"])]
+            bodies = [
+                {"queries": [*queries]} for queries in (["held"], [bad, "x"], ["beside"], ["y"])
+            ]
             bodies[-1]["topk"] = 9
             answers = asyncio.run(ask_while_held(make_app(retriever), retriever, bodies))
             assert [answer.status_code for answer in answers] == [200, 500, 500, 200]
@@ -163,9 +178,14 @@ def test_a_search_that_fails_is_a_500_for_its_batch_alone(subtests):
 
 def test_it_listens_on_the_loopback_unless_told_otherwise(index, monkeypatch, caplog):
     bound = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: bound.append(sockets[0].getsockname()[0]))
+    monkeypatch.setattr(
+        uvicorn.Server, "run", lambda self, sockets: bound.append(sockets[0].getsockname()[0])
+    )
     command = ["--index", str(index), "--port", "0"]
     assert retrieval_server.main(command) == 0
     assert "anyone" not in caplog.text
     assert retrieval_server.main([*command, "--host", "0.0.0.0"]) == 0
-    assert bound == ["127.0.0.1", "0.0.0.0"] and "anyone who reaches this port can search" in caplog.text
+    assert (
+        bound == ["127.0.0.1", "0.0.0.0"]
+        and "anyone who reaches this port can search" in caplog.text
+    )

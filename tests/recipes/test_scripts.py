@@ -1,4 +1,5 @@
-"""Run scripts and recipe folders: they parse, validate anywhere, write nothing when dry, say where they come from."""
+"""Run scripts and recipe folders: they parse, validate anywhere, write nothing when dry, say where
+they come from."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def is_large(path: Path) -> bool:
 
 def one_a_kind() -> list[Path]:
     """Scripts of a kind start training by the same line, and each large one ends in "$@"."""
-    return list({(path.parent, is_large(path), is_real(path)): path for path in training()}.values())
+    return list(
+        {(path.parent, is_large(path), is_real(path)): path for path in training()}.values()
+    )
 
 
 def named(path: Path) -> str:
@@ -60,11 +63,14 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def run(elsewhere, monkeypatch, capsys):
-    """Run a script up to its Python, and that in this process; return the exit status, stdout and stderr."""
+    """Run a script up to its Python, and that in this process; return the exit status, stdout and
+    stderr."""
 
     def started(path: Path, *arguments: str) -> tuple[int, str, str]:
         shell = ["bash", "-c", PRINT_WORDS, str(path), *arguments]
-        done = subprocess.run(shell, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True)
+        done = subprocess.run(
+            shell, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         _, dash_m, module, *words = done.stdout.split("\0")[:-1]
         assert dash_m == "-m"
@@ -90,8 +96,14 @@ def test_a_script_parses_and_stops_at_its_first_error(subtests):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing_in_any_script():
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "outputs"))]
-    found = [path for folder in folders for kind in ("*.sh", "*.sbatch") for path in folder.rglob(kind)]
+    folders = [
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith((".", "outputs"))
+    ]
+    found = [
+        path for folder in folders for kind in ("*.sh", "*.sbatch") for path in folder.rglob(kind)
+    ]
     assert len(found) > 50
     command = ["shellcheck", *map(str, found), str(ROOT / ".ci" / "run")]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -99,7 +111,8 @@ def test_shellcheck_finds_nothing_in_any_script():
 
 
 def test_a_dry_run_validates_anywhere_and_writes_nothing(run, elsewhere, subtests):
-    """Over Ray, but for the laptop's model; with no setting in vain; a large one fits on what it asks for."""
+    """Over Ray, but for the laptop's model; with no setting in vain; a large one fits on what it
+    asks for."""
     before = sorted(elsewhere.rglob("*"))
     for path in training():
         with subtests.test(named(path)):
@@ -134,7 +147,8 @@ NAME = "trainer.experiment_name"
 
 @pytest.mark.parametrize("kind", [*("dapo", "grpo", "ppo", "search_r1", "sft")])
 def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(kind, subtests):
-    """And of the script's keys it changes those that it names: paths, nodes and memory settings stay."""
+    """And of the script's keys it changes those that it names: paths, nodes and memory settings
+    stay."""
     for path in one_a_kind():
         if path.parent.name == kind:
             with subtests.test(named(path)):
@@ -148,7 +162,11 @@ def check_presets(path: Path) -> None:
     for file in sorted((ROOT / "recipes" / recipe / "config" / "preset").glob("*.yaml")):
         preset = f"preset={file.stem}"
         presets = {key for key, _ in _leaves(yaml.safe_load(file.read_text()))} - {NAME}
-        alone, plain, both = values(recipe, preset), values(recipe, *own), values(recipe, *own, "--", preset)
+        alone, plain, both = (
+            values(recipe, preset),
+            values(recipe, *own),
+            values(recipe, *own, "--", preset),
+        )
         assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
         kept = (scripts - presets) & plain.keys()
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
@@ -170,10 +188,20 @@ def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(run, su
     assert several
     for path, trainer in several.items():
         with subtests.test(named(path)):
-            assert (trainer.max_restarts, trainer.save_freq, trainer.max_actor_ckpt_to_keep) == (3, 20, 2)
+            assert (trainer.max_restarts, trainer.save_freq, trainer.max_actor_ckpt_to_keep) == (
+                3,
+                20,
+                2,
+            )
             head = (path.parent / "train.sh").read_text().split("set -euo pipefail")[0]
-            assert "RAY_ADDRESS" in path.read_text() and "ray start --head" in head and "ray start --address=" in head
-            line = f"trainer.nnodes={trainer.nnodes}: needs a Ray cluster, and neither RAY_ADDRESS nor"
+            assert (
+                "RAY_ADDRESS" in path.read_text()
+                and "ray start --head" in head
+                and "ray start --address=" in head
+            )
+            line = (
+                f"trainer.nnodes={trainer.nnodes}: needs a Ray cluster, and neither RAY_ADDRESS nor"
+            )
             status, out, _ = run(path)
             assert status == 0 and f"\n  cluster: {line}" in out
             assert f"cluster: {line}" not in run(path, "trainer.nnodes=1")[1]
@@ -182,7 +210,9 @@ def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(run, su
 @pytest.mark.parametrize("recipe", ["sft", "grpo", "ppo", "dapo", "search_r1"])
 def test_a_killed_run_of_the_real_model_loses_ten_steps_at_most(recipe):
     for task in {"grpo": ("", "naive", "passages"), "sft": ("", "search")}.get(recipe, ("",)):
-        script = read_script(ROOT / "recipes" / recipe / "run_smollm2_135m.sh", tuple(filter(None, [task])))
+        script = read_script(
+            ROOT / "recipes" / recipe / "run_smollm2_135m.sh", tuple(filter(None, [task]))
+        )
         assert 0 < script.config.trainer.save_freq <= 10, task
 
 

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: masks made where tokens are made, the likelihood, resuming, rejection sampling."""
+"""Supervised fine-tuning: masks made where tokens are made, the likelihood, resuming, rejection
+sampling."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def trained_text(one: Demonstration) -> str:
     """What is trained on, each stretch in brackets."""
     found, before, tok = "", False, tokenizer()
     for token, trained in zip(one.ids.tolist(), one.mask.tolist(), strict=True):
-        found += {(False, True): "[", (True, False): "]"}.get((before, trained), "") + tok.decode([token])
+        found += {(False, True): "[", (True, False): "]"}.get((before, trained), "") + tok.decode(
+            [token]
+        )
         before = trained
     return found + "]" * before
 
@@ -62,13 +65,26 @@ def trained_text(one: Demonstration) -> str:
 
 
 def test_the_assistants_turns_are_trained_on_up_to_their_end():
-    turns = [("system", "be"), ("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
+    turns = [
+        ("system", "be"),
+        ("user", "a"),
+        ("assistant", "bc"),
+        ("user", "d"),
+        ("assistant", "e"),
+    ]
     chat = [{"role": role, "content": content} for role, content in turns]
     one = writer().chat(chat)
-    expected = "<bos>system: be\n<bos>user: a\n<bos>assistant: [bc<eos>]\n<bos>user: d\n<bos>assistant: [e<eos>]\n"
+    expected = (
+        "<bos>system: be\n<bos>user: a\n<bos>assistant: [bc<eos>]\n<bos>user: "
+        "d\n<bos>assistant: [e<eos>]\n"
+    )
     assert trained_text(one) == expected
-    plain = tokenizer().apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    assert one.ids.tolist() == plain["input_ids"] and one.mask.tolist() == [bool(m) for m in plain["assistant_masks"]]
+    plain = tokenizer().apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert one.ids.tolist() == plain["input_ids"] and one.mask.tolist() == [
+        bool(m) for m in plain["assistant_masks"]
+    ]
     assert one.ids.dtype == np.int32 and one.mask.dtype == np.bool_
 
 
@@ -80,7 +96,9 @@ def test_an_answer_to_a_chat_ends_as_the_template_ends_it_and_to_a_string_with_t
 
 
 def test_a_template_that_writes_earlier_turns_anew_is_refused():
-    forgets = "{% for m in messages %}{{ m['role'] if loop.last else '-' }}{{ m['content'] }}{% endfor %}"
+    forgets = (
+        "{% for m in messages %}{{ m['role'] if loop.last else '-' }}{{ m['content'] }}{% endfor %}"
+    )
     with pytest.raises(DemonstrationError, match="writes earlier turns anew"):
         writer(chat_template=forgets).chat(chats(1, seed=3)[0] + chats(1)[0])
 
@@ -89,7 +107,13 @@ def test_ids_of_a_policy_are_kept_with_their_mask_and_those_of_another_tokenizer
     ids = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [True, False, True]}
     text = tokenizer().decode([5, 6])
     one = writer().written(text, ids)
-    assert one.ids.tolist() == [5, 6, 7, 8, 9] and one.mask.tolist() == [False, False, True, False, True]
+    assert one.ids.tolist() == [5, 6, 7, 8, 9] and one.mask.tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     with pytest.raises(DemonstrationError, match="not those of this tokenizer"):
         writer().written("other", ids)
 
@@ -103,13 +127,24 @@ def read_rows(tmp_path, rows, template=TOOLS_TEMPLATE, **keys) -> list[str]:
     """The texts of demonstrations of a file of these rows."""
     config = DemonstrationConfig(apply_chat_template_kwargs={"chat_template": template}, **keys)
     files = DemonstrationFiles(config, tokenizer(), {EOS})
-    files.load([str(write_rows(tmp_path / "rows.parquet", rows))], lambda sizes: [range(size) for size in sizes])
+    files.load(
+        [str(write_rows(tmp_path / "rows.parquet", rows))],
+        lambda sizes: [range(size) for size in sizes],
+    )
     return [tokenizer().decode(one.ids) for one in files.measured]
 
 
 def test_questions_of_demonstrations_are_those_that_a_validation_compares(tmp_path):
     asked = [{"role": "user", "content": "a"}]
-    chats = [{"messages": [*asked, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
+    chats = [
+        {
+            "messages": [
+                *asked,
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"},
+            ]
+        }
+    ]
     answers = [{"prompt": asked, "response": "b"}, {"prompt": "a", "response": "b"}]
     for rows in (chats, *([row] for row in answers)):
         path = str(write_rows(tmp_path / "rows.parquet", rows))
@@ -139,7 +174,8 @@ def test_a_call_is_trained_on_with_its_own_arguments_as_values(tmp_path):
 
 
 def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_path):
-    """verl renders both; a column that is left out trains on another prompt than the file's author meant."""
+    """verl renders both; a column that is left out trains on another prompt than the file's author
+    meant."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [
         {"messages": chat, "fns": [{"name": "dig", "depth": 1, "width": None}]},
@@ -147,16 +183,21 @@ def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_pa
         {"messages": chat, "fns": None},
     ]
     dig, fly, none = read_rows(tmp_path, rows, tools_key="fns")
-    assert "tool dig" in dig and "depth" in dig and "width" not in dig  # the fields that parquet added are gone
+    # The fields that parquet added are gone
+    assert "tool dig" in dig and "depth" in dig and "width" not in dig
     assert "tool fly" in fly and "depth" not in fly and "tool" not in none
     (text,) = read_rows(tmp_path, [{"messages": chat, "tools": json.dumps([{"name": "dig"}])}])
     assert "tool dig" in text
     prompts = [{"prompt": chat[:1], "response": "b", "enable_thinking": on} for on in (True, False)]
-    with pytest.raises(InputError, match="begins an answer with 'fast "):  # the column reached the template
+    # The column reached the template
+    with pytest.raises(InputError, match="begins an answer with 'fast "):
         read_rows(tmp_path, prompts)
     for row, told in (
         ({"messages": chat, "tools": "dig"}, "is no JSON"),
-        ({"prompt": "a", "response": "b", "tools": "[{}]"}, "a plain prompt goes through no chat template"),
+        (
+            {"prompt": "a", "response": "b", "tools": "[{}]"},
+            "a plain prompt goes through no chat template",
+        ),
     ):
         with pytest.raises(InputError, match=told):
             read_rows(tmp_path, [row])
@@ -167,18 +208,30 @@ def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_pa
 @pytest.mark.parametrize(
     ("line", "schedule"),
     [
-        (["model.path=org/name", "optim.lr_warmup_steps_ratio=0.2"], ("constant", 0.2, (0.9, 0.999))),
-        (["engine=fsdp", "optim=fsdp", "optim.lr_scheduler_type=cosine"], ("cosine", 0.0, (0.9, 0.999))),
+        (
+            ["model.path=org/name", "optim.lr_warmup_steps_ratio=0.2"],
+            ("constant", 0.2, (0.9, 0.999)),
+        ),
+        (
+            ["engine=fsdp", "optim=fsdp", "optim.lr_scheduler_type=cosine"],
+            ("cosine", 0.0, (0.9, 0.999)),
+        ),
         (["data.pad_mode=no_padding", "optim.betas=[0.9,0.95]"], ("constant", 0.0, (0.9, 0.95))),
         (["engine.strategy=fsdp2", "optim.warmup_style=cosine"], ("cosine", 0.0, (0.9, 0.999))),
-        (["model.partial_pretrain=org/name", "optim.lr_warmup_steps_ratio=0.2"], ("cosine", 0.2, (0.9, 0.95))),
+        (
+            ["model.partial_pretrain=org/name", "optim.lr_warmup_steps_ratio=0.2"],
+            ("cosine", 0.2, (0.9, 0.95)),
+        ),
         (["actor_rollout_ref.model.path=org/name"], ("cosine", 0.1, (0.9, 0.95))),
     ],
 )
 def test_a_line_of_verls_later_trainer_gets_its_schedule(line, schedule):
     found = examine("sft", line)
     optim = found.config.actor_rollout_ref.actor.optim
-    assert not found.problems and (optim.lr_scheduler_type, optim.lr_warmup_steps_ratio, optim.betas) == schedule
+    assert (
+        not found.problems
+        and (optim.lr_scheduler_type, optim.lr_warmup_steps_ratio, optim.betas) == schedule
+    )
 
 
 @pytest.mark.parametrize("spelling", ["data.tools_key", "data.multiturn.tools_key"])
@@ -198,12 +251,16 @@ def loaded(path: Path, *overrides: str) -> list[Demonstration]:
     return found.measured
 
 
-@pytest.mark.parametrize(("template", "warns"), [(TEMPLATE, False), (TEMPLATE.replace(" + '<eos>'", ""), True)])
+@pytest.mark.parametrize(
+    ("template", "warns"), [(TEMPLATE, False), (TEMPLATE.replace(" + '<eos>'", ""), True)]
+)
 def test_turns_without_an_end_are_told_before_training(template, warns, tmp_path, caplog):
     with_template = tokenizer()
     with_template.chat_template = template
     path = write_rows(tmp_path / "x.parquet", [{"messages": chat} for chat in chats(3)])
-    DemonstrationFiles(compose("sft", ()).data, with_template, {EOS}).load([str(path)], lambda _: [range(3)])
+    DemonstrationFiles(compose("sft", ()).data, with_template, {EOS}).load(
+        [str(path)], lambda _: [range(3)]
+    )
     assert ("would not learn to stop" in caplog.text) == warns
 
 
@@ -220,13 +277,19 @@ def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
     assert "a chat begins with the assistant in 1 row (2)" in lines
     assert "messages must hold text (images are not supported) in 1 row (3)" in lines
     assert "messages must be a list of messages, and not empty in 1 row (4)" in lines
-    assert "longer than data.max_prompt_length + data.max_response_length=64 in 1 row (5: 122 tokens)" in lines
+    assert (
+        "longer than data.max_prompt_length + data.max_response_length=64 in 1 row (5: 122 tokens)"
+    ) in lines
     assert len(refused.value.problems) == 5
     good = write_rows(tmp_path / "y.parquet", [{"messages": rows[0]}, {"messages": rows[5]}])
     assert [len(one) for one in loaded(good, *limits, "data.filter_overlong_prompts=True")] == [24]
     whole, right, left = (
         loaded(good, *limits, *change)
-        for change in (["data.max_response_length=200"], ["data.truncation=right"], ["data.truncation=left"])
+        for change in (
+            ["data.max_response_length=200"],
+            ["data.truncation=right"],
+            ["data.truncation=left"],
+        )
     )
     assert [len(one) for one in right] == [len(one) for one in left] == [24, 64]
     assert (right[1].ids == whole[1].ids[:64]).all() and (left[1].ids == whole[1].ids[-64:]).all()
@@ -239,7 +302,12 @@ def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path, subtests):
         ({"prompt": "x", "response": " "}, "response must be text, and not empty"),
         ({"prompt": "", "response": "x"}, "has no prompt"),
         (
-            {"prompt_ids": [5], "response_ids": [6], "response_mask": [False], "prompt": tokenizer().decode([5])},
+            {
+                "prompt_ids": [5],
+                "response_ids": [6],
+                "response_mask": [False],
+                "prompt": tokenizer().decode([5]),
+            },
             "nothing of a row is trained on",
         ),
     ]:
@@ -258,20 +326,28 @@ def test_pictures_are_not_left_out_unnoticed(tmp_path):
 
 
 def plain_gradients(module, demonstrations) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean over all trained tokens of -log p, each demonstration alone, by transformers and nothing else."""
+    """The mean over all trained tokens of -log p, each demonstration alone, by transformers and
+    nothing else."""
     total, loss = sum(int(one.mask.sum()) for one in demonstrations), 0.0
     for one in demonstrations:
         ids, labels = torch.from_numpy(one.ids).long(), torch.from_numpy(one.ids).long()
         labels[~torch.from_numpy(one.mask)] = -100
         logits = module(input_ids=ids[None]).logits[0]
-        loss = loss + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") / total
+        loss = (
+            loss
+            + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") / total
+        )
     module.zero_grad()
     loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-7), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float64, 1e-7), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+)
 def test_loss_and_gradients_are_those_of_plain_transformers(packed, dtype, near, files):
     layout = (f"actor_rollout_ref.model.use_remove_padding={packed}", "data.train_batch_size=9")
     config = configured(files, *layout, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192")
@@ -279,11 +355,15 @@ def test_loss_and_gradients_are_those_of_plain_transformers(packed, dtype, near,
     loss, gradients, metrics = learner_gradients(config, demonstrations, dtype)
     assert not [name for name in metrics if name.startswith("rollout_corr")]  # no engine wrote them
     assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
-    expected, plain = plain_gradients(load_policy(config.actor_rollout_ref.model, dtype), demonstrations)
+    expected, plain = plain_gradients(
+        load_policy(config.actor_rollout_ref.model, dtype), demonstrations
+    )
     assert loss == pytest.approx(expected, rel=near)
     assert plain.keys() == gradients.keys() and len(plain) > 10
     for name, value in plain.items():
-        assert float((gradients[name] - value).norm()) <= near * max(float(value.norm()), 1e-3), name
+        assert float((gradients[name] - value).norm()) <= near * max(float(value.norm()), 1e-3), (
+            name
+        )
 
 
 # --- runs ---
@@ -292,11 +372,15 @@ def test_loss_and_gradients_are_those_of_plain_transformers(packed, dtype, near,
 def lines(folder: Path) -> list[dict]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timing = ("timing_s/", "perf/")
-    return [{name: value for name, value in one.items() if not name.startswith(timing)} for one in found]
+    return [
+        {name: value for name, value in one.items() if not name.startswith(timing)} for one in found
+    ]
 
 
 def fitted(files: Path, folder: Path, *overrides: str) -> RaySFTTrainer:
-    run = RaySFTTrainer(configured(files, f"trainer.default_local_dir={folder}", *overrides)).init_workers()
+    run = RaySFTTrainer(
+        configured(files, f"trainer.default_local_dir={folder}", *overrides)
+    ).init_workers()
     run.fit()
     return run
 
@@ -311,7 +395,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def whole(files, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     run = fitted(files, folder)
-    assert isinstance(run.workers.engine, NoEngine)  # nothing is answered, so no second copy of the weights is made
+    # Nothing is answered, so no second copy of the weights is made
+    assert isinstance(run.workers.engine, NoEngine)
     return folder
 
 
@@ -385,9 +470,20 @@ def answering(files: Path, questions: Path) -> list[str]:
 def scores(files, questions) -> Path:
     out = files / "answers.jsonl"
     typed = [one for one in settings(files) if "model.path" not in one]
-    typed = [*typed, *answering(files, questions), "data.max_response_length=64", "data.max_prompt_length=64"]
-    assert evaluate.main(["generate", "sft", *typed, "--model", str(files / "model"), "--out", str(out)]) == 0
-    own = f"custom_reward_function.path={files / 'reward.py'}"  # the settings beside the answers name no code
+    typed = [
+        *typed,
+        *answering(files, questions),
+        "data.max_response_length=64",
+        "data.max_prompt_length=64",
+    ]
+    assert (
+        evaluate.main(
+            ["generate", "sft", *typed, "--model", str(files / "model"), "--out", str(out)]
+        )
+        == 0
+    )
+    # The settings beside the answers name no code
+    own = f"custom_reward_function.path={files / 'reward.py'}"
     assert evaluate.main(["score", str(out), "--name", "parity", own]) == 0
     return files / "answers.scores-parity.jsonl"
 
@@ -399,8 +495,14 @@ def kept(scores: Path, *arguments: str) -> list[dict]:
 
 
 def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsys):
-    answers = [json.loads(line) for line in scores.with_name("answers.jsonl").read_text().splitlines()]
-    right = [one for one in answers if sum(map(ord, one["response"])) % 2 == 0 and one["stop"] != "length"]
+    answers = [
+        json.loads(line) for line in scores.with_name("answers.jsonl").read_text().splitlines()
+    ]
+    right = [
+        one
+        for one in answers
+        if sum(map(ord, one["response"])) % 2 == 0 and one["stop"] != "length"
+    ]
     rows, one_each = kept(scores), kept(scores, "--most", "1")
     assert 0 < len(rows) < len(answers) and kept(scores, "--most", "1") == one_each
     uids = [row["uid"] for row in one_each]
@@ -408,15 +510,27 @@ def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsy
     capsys.readouterr()
     kept(scores)
     said = capsys.readouterr().out
-    assert f"{len(rows)} of 32 answers kept, to {len({row['uid'] for row in rows})} of 8 questions" in said
-    assert [(row["uid"], row["sample"]) for row in rows] == [(one["uid"], one["sample"]) for one in right]
+    assert (
+        f"{len(rows)} of 32 answers kept, to {len({row['uid'] for row in rows})} of 8 questions"
+    ) in said
+    assert [(row["uid"], row["sample"]) for row in rows] == [
+        (one["uid"], one["sample"]) for one in right
+    ]
     for row, one in zip(rows, right, strict=True):
-        assert row["response_ids"] == one["response_ids"] and all(row["response_mask"]) and row["score"] == 1.0
+        assert (
+            row["response_ids"] == one["response_ids"]
+            and all(row["response_mask"])
+            and row["score"] == 1.0
+        )
         assert tokenizer().decode(row["prompt_ids"]) == one["prompt"]
     told = json.loads(scores.with_name("kept.manifest.json").read_text())
-    assert told["chosen"] == {"by": "acc", "least": 1.0, "most": None, "seed": 1} and told["rows"] == len(rows)
+    assert told["chosen"] == {"by": "acc", "least": 1.0, "most": None, "seed": 1} and told[
+        "rows"
+    ] == len(rows)
     found = loaded(scores.with_name("kept.parquet"), "data.truncation=right")
-    assert [one.ids.tolist() for one in found] == [row["prompt_ids"] + row["response_ids"] for row in rows]
+    assert [one.ids.tolist() for one in found] == [
+        row["prompt_ids"] + row["response_ids"] for row in rows
+    ]
 
 
 def test_what_does_not_belong_together_is_refused(scores, questions, capsys):
@@ -425,11 +539,20 @@ def test_what_does_not_belong_together_is_refused(scores, questions, capsys):
     text = answers.read_text()
 
     def refused(*arguments: str) -> str:
-        assert rejection.main([str(scores), "--out", str(scores.with_name("kept.parquet")), *arguments]) == 2
+        assert (
+            rejection.main(
+                [str(scores), "--out", str(scores.with_name("kept.parquet")), *arguments]
+            )
+            == 2
+        )
         return capsys.readouterr().err
 
     assert "none of 32 answers has acc of at least 2" in refused("--least", "2")
-    assert "--by=nope" in refused("--by", "nope") and refused("--most", "0") and refused("--out", "x.json")
+    assert (
+        "--by=nope" in refused("--by", "nope")
+        and refused("--most", "0")
+        and refused("--out", "x.json")
+    )
     rows[3]["prompt"][0]["content"] = "other"
     write_rows(questions, rows)
     try:
@@ -445,7 +568,9 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
     kept(scores)
     folder = tmp_path / "run"
     keys = [*answering(files, questions), f"data.train_files={scores.with_name('kept.parquet')}"]
-    fitted(files, folder, *keys, "trainer.test_freq=3", "trainer.save_freq=-1", "data.truncation=right")
+    fitted(
+        files, folder, *keys, "trainer.test_freq=3", "trainer.save_freq=-1", "data.truncation=right"
+    )
     found = lines(folder)
     accuracy = "val-core/tests/letters/acc/mean@4"
     assert [one["step"] for one in found if accuracy in one] == [0, 3, 6]
@@ -459,7 +584,10 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
 def test_what_has_no_meaning_here_is_refused(subtests):
     for override, says in [
         ("data.truncation=middle", "takes away what the answers stand on"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples by their advantages"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
+            "weighs samples by their advantages",
+        ),
         ("algorithm.adv_estimator=gae", "has a critic"),
         ("actor_rollout_ref.actor.use_kl_loss=True", "there is none"),
         ("actor_rollout_ref.rollout.n=2", "one demonstration"),
@@ -470,7 +598,9 @@ def test_what_has_no_meaning_here_is_refused(subtests):
         with subtests.test(override=override, says=says):
             assert not examine("sft", []).problems
             found = examine("sft", [override]).problems
-            assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)
+            assert any(
+                line.lower().startswith(f"{override.lower()}: ") and says in line for line in found
+            )
 
 
 def test_json_lines_are_not_called_a_broken_parquet_file(tmp_path):

@@ -18,7 +18,8 @@ LLAMA2 = (
     "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
 )
 SPACED = (  # a question ends with the space that an answer's first token would hold
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% "
+    "endif %}"
     "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 WORDS = "two plus two is four more again [INST] [/INST] assistant: user: x 4 ="

@@ -25,7 +25,9 @@ EPOCHS = ("trainer.total_training_steps=null", "data.shuffle=False")
 
 def drawn(files: Path, folder: Path, *overrides: str) -> tuple[list[int], RaySFTTrainer]:
     """Return the indices of the demonstrations in the order in which a run trains on them."""
-    run = RaySFTTrainer(configured(files, f"trainer.default_local_dir={folder}", *EPOCHS, *overrides))
+    run = RaySFTTrainer(
+        configured(files, f"trainer.default_local_dir={folder}", *EPOCHS, *overrides)
+    )
     indices: list[int] = []
     run.init_workers()
     prompt = run.stream.files.prompt
@@ -34,8 +36,12 @@ def drawn(files: Path, folder: Path, *overrides: str) -> tuple[list[int], RaySFT
     return indices, run
 
 
-@pytest.mark.parametrize(("epochs", "batch", "steps"), [(2, 4, 7), (1, 4, 4), (1, 20, 1), (1, 13, 1)])
-def test_epochs_train_on_every_demonstration_the_last_ones_in_a_short_batch(files, tmp_path, epochs, batch, steps):
+@pytest.mark.parametrize(
+    ("epochs", "batch", "steps"), [(2, 4, 7), (1, 4, 4), (1, 20, 1), (1, 13, 1)]
+)
+def test_epochs_train_on_every_demonstration_the_last_ones_in_a_short_batch(
+    files, tmp_path, epochs, batch, steps
+):
     line = (f"trainer.total_epochs={epochs}", f"data.train_batch_size={batch}")
     indices, run = drawn(files, tmp_path / "run", *line)
     assert indices == [*range(13)] * epochs
@@ -52,11 +58,14 @@ def test_more_epochs_behind_a_short_last_batch_lose_no_demonstration(files, tmp_
 
 
 def test_a_short_last_batch_gives_each_of_its_tokens_the_weight_of_that_step(files, tmp_path):
-    """The loss is the mean over the tokens of the two demonstrations that are left, not over four."""
+    """The loss is the mean over the tokens of the two demonstrations that are left, not over
+    four."""
     folder = tmp_path / "run"
     run = fitted(files, folder, *EPOCHS, "trainer.total_epochs=2")
     before = load_policy(
-        configured(files, f"actor_rollout_ref.model.path={folder}/global_step_6/actor").actor_rollout_ref.model
+        configured(
+            files, f"actor_rollout_ref.model.path={folder}/global_step_6/actor"
+        ).actor_rollout_ref.model
     )
     last = [run.stream.prompt(ordinal) for ordinal in (24, 25)]
     with torch.no_grad():
@@ -74,7 +83,11 @@ def summed_nll(module, demonstration: Demonstration) -> tuple[float, int]:
 
 
 def test_a_checkpoint_after_each_epoch(files, tmp_path):
-    """13 chats, 4 a step: the first epoch ends in step 4, the second one in step 7, which is short."""
+    """13 chats, 4 a step: the first epoch ends in step 4, the second one in step 7, which is
+    short."""
     keys = ("trainer.save_freq=after_each_epoch", "trainer.total_epochs=2")
     fitted(files, tmp_path / "run", *EPOCHS, *keys)
-    assert {path.name for path in (tmp_path / "run").glob("global_step_*")} == {"global_step_4", "global_step_7"}
+    assert {path.name for path in (tmp_path / "run").glob("global_step_*")} == {
+        "global_step_4",
+        "global_step_7",
+    }

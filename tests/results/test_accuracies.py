@@ -37,7 +37,9 @@ def test_a_report_has_each_set_and_their_macro_average(scores, capsys):
     letters, digits, macro = *found.sources.values(), found.macro
     assert letters["mean@4"].n == 9 and digits["mean@4"].n == 4
     assert letters["pass@1"].value == pytest.approx(letters["mean@4"].value)
-    assert macro["mean@4"].value == pytest.approx((letters["mean@4"].value + digits["mean@4"].value) / 2)
+    assert macro["mean@4"].value == pytest.approx(
+        (letters["mean@4"].value + digits["mean@4"].value) / 2
+    )
     stored = json.loads(scores.with_suffix(".report.json").read_text())
     assert stored["macro_average"]["mean@4"]["low"] == macro["mean@4"].low
     assert f"{100 * macro['mean@4'].value:.1f} [" in rows[0]
@@ -51,7 +53,9 @@ def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
 
 
 def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
-    assert "--k=5: must lie between 1 and the 4 samples" in refused([str(scores), "--k", "2", "5"], capsys)
+    assert "--k=5: must lie between 1 and the 4 samples" in refused(
+        [str(scores), "--k", "2", "5"], capsys
+    )
     assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
     assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
     capsys.readouterr()

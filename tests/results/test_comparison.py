@@ -1,4 +1,5 @@
-"""Comparisons of seeds and of runs: intervals worked out by hand, and simulated runs of known accuracy."""
+"""Comparisons of seeds and of runs: intervals worked out by hand, and simulated runs of known
+accuracy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from core.tracking.validation import ValRecord, validation_metrics
-from results.reporting.comparison import holm, paired_comparison, question_p, seed_interval, welch_interval, welch_p
+from results.reporting.comparison import (
+    holm,
+    paired_comparison,
+    question_p,
+    seed_interval,
+    welch_interval,
+    welch_p,
+)
 from results.reporting.comparison_report import comparison
 from results.reporting.pages import Table
 from results.reporting.run_reader import load_run
@@ -24,7 +32,13 @@ def test_seeds_by_hand():
     half = 4.3026527 * 1.5275252 / math.sqrt(3)
     assert (estimate.low, estimate.high) == pytest.approx((7 / 3 - half, 7 / 3 + half))
     single = seed_interval([0.4])
-    assert (single.value, single.sd, single.low, single.high, single.n) == (0.4, None, None, None, 1)
+    assert (single.value, single.sd, single.low, single.high, single.n) == (
+        0.4,
+        None,
+        None,
+        None,
+        1,
+    )
     near = seed_interval([0.97, 1.0])
     assert near.low == pytest.approx(0.985 - 12.7062047 * 0.015, abs=1e-6) and near.high == 1.0
     assert seed_interval([0.0, 0.03]).low == 0.0 and seed_interval([0.9, 1.1]).high > 1.5
@@ -64,13 +78,15 @@ def test_paired_difference_by_hand():
 
 
 def answered(rng, accuracy: float, difficulty: np.ndarray) -> dict[str, float]:
-    """0/1 answers of a policy of this expected accuracy: hard questions are wrong more often, in every policy."""
+    """0/1 answers of a policy of this expected accuracy: hard questions are wrong more often, in
+    every policy."""
     right = rng.uniform(size=len(difficulty)) < np.clip(accuracy + 0.3 * (difficulty - 0.5), 0, 1)
     return {f"q{i}": float(value) for i, value in enumerate(right)}
 
 
 def at_most(count: int, share: float, n: int) -> bool:
-    """Whether a count of n is no more than a share of 5 %, say, gives but once in 1,000 repetitions."""
+    """Whether a count of n is no more than a share of 5 %, say, gives but once in 1,000
+    repetitions."""
     return count <= n * share + 3.1 * math.sqrt(n * share * (1 - share))
 
 
@@ -87,14 +103,27 @@ def test_runs_of_known_accuracy_give_the_right_verdicts(tmp_path):
         config = {**template.config, "trainer.seed": seed, "made.for": name}
         manifest = {**template.manifest, "recipe": "sim", "run": f"{name}-seed{seed}"}
         metrics = [{"step": 0.0, **validation_metrics(rows)}]
-        return replace(template, config=config, manifest=manifest, metrics=metrics, validation={0: rows}, samples=())
+        return replace(
+            template,
+            config=config,
+            manifest=manifest,
+            metrics=metrics,
+            validation={0: rows},
+            samples=(),
+        )
 
     tables = comparison([[simulated(name, seed) for seed in range(1, 6)] for name in true])
     table = next(block for block in tables if isinstance(block, Table))
     verdicts = {row[0].split(" − ")[0].removeprefix("sim/"): row[-1] for row in table.rows}
     assert len(verdicts) == 4
     for name, verdict in verdicts.items():
-        word = "better" if true[name] > 0.60 else "worse" if true[name] < 0.60 else "no difference was shown"
+        word = (
+            "better"
+            if true[name] > 0.60
+            else "worse"
+            if true[name] < 0.60
+            else "no difference was shown"
+        )
         assert verdict == f"{word} over seeds", name
 
 
@@ -109,5 +138,7 @@ def test_equal_policies_are_rarely_called_different():
         found["missed"] += not interval.low <= 0 <= interval.high
         base, *others = (list(rng.normal(0.6, 0.01, 3)) for _ in range(10))
         found["seeds"] += welch_p(base, others[0]) < 0.05
-        found["nine"] += min(holm({i: welch_p(base, other) for i, other in enumerate(others)}).values()) < 0.05
+        found["nine"] += (
+            min(holm({i: welch_p(base, other) for i, other in enumerate(others)}).values()) < 0.05
+        )
     assert all(at_most(count, 0.05, 200) for count in found.values()), found

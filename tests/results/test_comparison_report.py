@@ -1,4 +1,5 @@
-"""The comparison of a report: the baseline, the axes, what cannot be paired, and what the tables state."""
+"""The comparison of a report: the baseline, the axes, what cannot be paired, and what the tables
+state."""
 
 from __future__ import annotations
 
@@ -10,13 +11,23 @@ import pytest
 
 from core.errors import InputError
 from results import report
-from results.reporting.comparison_report import comparison, verdicts, why_not_compared, with_baseline
+from results.reporting.comparison_report import (
+    comparison,
+    verdicts,
+    why_not_compared,
+    with_baseline,
+)
 from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.summaries import group_runs
 from tests.core.synthetic import configured, make_run
 
-ALL = {"grpo/lab_s1": (1, 0.2), "grpo/lab_s2": (2, 0.2), "grpo/slow": (1, 0.02), "ppo/other": (1, 0.1)}
+ALL = {
+    "grpo/lab_s1": (1, 0.2),
+    "grpo/lab_s2": (2, 0.2),
+    "grpo/slow": (1, 0.02),
+    "ppo/other": (1, 0.1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +35,11 @@ def root(tmp_path_factory) -> Path:
     """Three experiments: grpo/lab of two seeds, grpo/slow and ppo/other of one."""
     root = tmp_path_factory.mktemp("outputs")
     for name, (seed, rate) in ALL.items():
-        changes = {"trainer.experiment_name": Path(name).name, "trainer.seed": seed, "algorithm.kl_ctrl.kl_coef": rate}
+        changes = {
+            "trainer.experiment_name": Path(name).name,
+            "trainer.seed": seed,
+            "algorithm.kl_ctrl.kl_coef": rate,
+        }
         make_run(root / name, configured(changes), rate=rate)
     return root
 
@@ -52,8 +67,12 @@ def test_the_baseline_is_found_by_experiment_run_or_folder(root):
     for name in ("grpo/slow", "grpo/slow/", f"{root}/grpo/slow"):
         rows = first_table(with_baseline(loaded(root), name))
         assert [row[0] for row in rows] == ["grpo/lab − grpo/slow", "ppo/other − grpo/slow"], name
-    assert with_baseline(loaded(root), "grpo/lab_s2")[0][0].name == "grpo/lab_s1"  # a seed names its experiment
-    assert [row[0] for row in first_table(loaded(root))] == ["grpo/slow − grpo/lab", "ppo/other − grpo/lab"]
+    # A seed names its experiment
+    assert with_baseline(loaded(root), "grpo/lab_s2")[0][0].name == "grpo/lab_s1"
+    assert [row[0] for row in first_table(loaded(root))] == [
+        "grpo/slow − grpo/lab",
+        "ppo/other − grpo/lab",
+    ]
     with pytest.raises(InputError, match="--baseline grpo/slaw: .*near it: grpo/slow"):
         with_baseline(loaded(root), "grpo/slaw")
 
@@ -62,10 +81,14 @@ def test_the_baseline_is_found_by_experiment_run_or_folder(root):
 
 
 def test_runs_without_a_shared_question_are_refused_in_the_table(root, tmp_path):
-    other = other_run(tmp_path / "grpo" / "elsewhere", lambda text: text.replace("lab/hops/", "else/"))
+    other = other_run(
+        tmp_path / "grpo" / "elsewhere", lambda text: text.replace("lab/hops/", "else/")
+    )
     assert report.main([str(root / "grpo/slow"), str(other), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
-    assert "grpo/elsewhere and grpo/slow are not compared on lab/hops: they share no question" in text
+    assert (
+        "grpo/elsewhere and grpo/slow are not compared on lab/hops: they share no question" in text
+    )
     row = next(line for line in text.splitlines() if "grpo/elsewhere − grpo/slow" in line)
     assert "none is shared" in row and "none possible" in row and "+" not in row
 
@@ -77,11 +100,18 @@ def test_other_files_scorers_and_decoding_are_not_compared(root):
         """Both runs with a file of these hashes."""
         files = [{"data": [{"path": path, "sha256": one}]} for one in hashes]
         return [
-            [dataclasses.replace(g[0], config={**g[0].config, **config}, manifest={**g[0].manifest, **data})]
+            [
+                dataclasses.replace(
+                    g[0], config={**g[0].config, **config}, manifest={**g[0].manifest, **data}
+                )
+            ]
             for g, data in zip((a, b), files, strict=True)
         ]
 
-    other, same = (pair(hashes, "test.parquet", **{"data.val_files": ["test.parquet"]}) for hashes in ("01", "00"))
+    other, same = (
+        pair(hashes, "test.parquet", **{"data.val_files": ["test.parquet"]})
+        for hashes in ("01", "00")
+    )
     (line,) = verdicts(other)
     assert "not compared: evaluated on different files" in line
     assert line in " ".join(block.text for block in comparison(other) if isinstance(block, Text))
@@ -94,7 +124,9 @@ def test_other_files_scorers_and_decoding_are_not_compared(root):
         ({"reward_model.reward_kwargs.gsm8k.method": "robust"}, "different functions"),
         ({"data.max_response_length": 7}, "decoded differently"),
     ):
-        assert why in why_not_compared(a, [dataclasses.replace(b[0], config={**b[0].config, **change})])
+        assert why in why_not_compared(
+            a, [dataclasses.replace(b[0], config={**b[0].config, **change})]
+        )
 
 
 def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, capsys):
@@ -102,14 +134,24 @@ def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, c
     for place, value in (("a", 0.3), ("b", 0.1)):
 
         def scored(text, value=value):
-            return "".join(json.dumps({**json.loads(row), "acc": [value]}) + "\n" for row in text.splitlines())
+            return "".join(
+                json.dumps({**json.loads(row), "acc": [value]}) + "\n" for row in text.splitlines()
+            )
 
         runs.append(str(other_run(tmp_path / place / "grpo" / "one", scored)))
     assert report.main([*runs, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out.replace(str(tmp_path), "")
-    assert "score on lab/hops" in text and "accuracy" not in text and "%" not in text and "points" not in text
+    assert (
+        "score on lab/hops" in text
+        and "accuracy" not in text
+        and "%" not in text
+        and "points" not in text
+    )
     last = text.splitlines()[-1]
-    assert last.startswith("b/grpo/one − a/grpo/one on lab/hops: -0.2") and "b/grpo/one is worse" in last
+    assert (
+        last.startswith("b/grpo/one − a/grpo/one on lab/hops: -0.2")
+        and "b/grpo/one is worse" in last
+    )
 
 
 # --- what the tables state ---
@@ -118,9 +160,15 @@ def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, c
 def test_the_verdict_of_one_seed_is_of_these_policies_and_the_last_line(root, tmp_path, capsys):
     row = first_table(loaded(root, "grpo/slow", "ppo/other"))[0]
     assert row[-1] == "better on these questions; another seed may not be" and row[5:7] == ["", ""]
-    assert report.main([str(root / "grpo/slow"), str(root / "ppo/other"), "--out", str(tmp_path)]) == 0
+    assert (
+        report.main([str(root / "grpo/slow"), str(root / "ppo/other"), "--out", str(tmp_path)]) == 0
+    )
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("ppo/other − grpo/slow on lab/hops: +") and "points" in last and "shared questions" in last
+    assert (
+        last.startswith("ppo/other − grpo/slow on lab/hops: +")
+        and "points" in last
+        and "shared questions" in last
+    )
 
 
 def test_rows_are_corrected_for_their_number(root):
@@ -130,14 +178,21 @@ def test_rows_are_corrected_for_their_number(root):
 
     def changed(name: str, count: int):
         rows = [
-            dataclasses.replace(record, values={"acc": (1.0,)}) if record.uid in wrong[:count] else record
+            dataclasses.replace(record, values={"acc": (1.0,)})
+            if record.uid in wrong[:count]
+            else record
             for record in base[0].validation[20]
         ]
-        named = {"manifest": {**base[0].manifest, "run": name}, "config": {**base[0].config, "x": name}}
+        named = {
+            "manifest": {**base[0].manifest, "run": name},
+            "config": {**base[0].config, "x": name},
+        }
         return [dataclasses.replace(base[0], validation={20: rows}, **named)]
 
     six = changed("six", 6)
-    assert [row[-1] for row in first_table([base, six])] == ["better on these questions; another seed may not be"]
+    assert [row[-1] for row in first_table([base, six])] == [
+        "better on these questions; another seed may not be"
+    ]
     rows = first_table([base, six, changed("one", 1), changed("two", 2)])
     assert [row[-1] for row in rows] == ["no difference was shown"] * 3
     (fold,) = [block for block in comparison([base, six]) if isinstance(block, Fold)][:1]

@@ -1,4 +1,5 @@
-"""Runs beside the numbers of others: which run stands in which row, and what every row of this repository holds."""
+"""Runs beside the numbers of others: which run stands in which row, and what every row of this
+repository holds."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from results.reporting.summaries import read_summaries
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
-LAB = {"recipe": "grpo", "model": "outputs/lab/base", "method": "GRPO", "source": "a paper, table 1", "tag": "R"}
+LAB = {
+    "recipe": "grpo",
+    "model": "outputs/lab/base",
+    "method": "GRPO",
+    "source": "a paper, table 1",
+    "tag": "R",
+}
 SETTINGS = {
     "algorithm.adv_estimator": "grpo",
     "data.train_batch_size": 1024,
@@ -41,12 +48,32 @@ DEPARTURES = [
     {"key": "actor_rollout_ref.actor.optim.lr", "here": 2e-6, "why": "the paper's text has it"},
     {"what": "each prompt occurs once", "why": "the file there repeats them"},
 ]
-COMMAND = {"command": "bash recipes/grpo/run_lab.sh", "settings": SETTINGS, "departures": DEPARTURES}
-ROW = {**LAB, **COMMAND, "id": "grpo-lab", "data_source": "lab/hops", "value": 90.0, "questions": 100}
-OTHER = {**ROW, "id": "grpo-lab-other", "source": "another paper", "settings": {"algorithm.adv_estimator": "rloo"}}
+COMMAND = {
+    "command": "bash recipes/grpo/run_lab.sh",
+    "settings": SETTINGS,
+    "departures": DEPARTURES,
+}
+ROW = {
+    **LAB,
+    **COMMAND,
+    "id": "grpo-lab",
+    "data_source": "lab/hops",
+    "value": 90.0,
+    "questions": 100,
+}
+OTHER = {
+    **ROW,
+    "id": "grpo-lab-other",
+    "source": "another paper",
+    "settings": {"algorithm.adv_estimator": "rloo"},
+}
 SETS = {**LAB, **COMMAND, "id": "sets", "data_source": "a, b", "value": 50.0}
 SETS |= {"values": {"a": 60.0, "b": 40.0}, "questions": {"a": 20, "b": 80}}
-CLOSED = {**{k: v for k, v in ROW.items() if k != "command"}, "id": "closed", "not_reproducible": "it is secret"}
+CLOSED = {
+    **{k: v for k, v in ROW.items() if k != "command"},
+    "id": "closed",
+    "not_reproducible": "it is secret",
+}
 
 
 @pytest.fixture
@@ -58,7 +85,15 @@ def results(tmp_path) -> Path:
     return folder
 
 
-def add(results: Path, name: str = "grpo/run", *, reference="grpo-lab", changes=(), total_steps=0, **options) -> None:
+def add(
+    results: Path,
+    name: str = "grpo/run",
+    *,
+    reference="grpo-lab",
+    changes=(),
+    total_steps=0,
+    **options,
+) -> None:
     config = configured({"trainer.reference": reference, **dict(changes)})
     folder = make_run(results.parent / "outputs" / name, config, **{"questions": 100, **options})
     if total_steps:
@@ -68,7 +103,8 @@ def add(results: Path, name: str = "grpo/run", *, reference="grpo-lab", changes=
 
 
 def tables(results: Path) -> tuple[dict[str, list[str]], list[list[str]], list[list[str]]]:
-    """The rows of references by id, the runs that differ from their row, and the rows by question set."""
+    """The rows of references by id, the runs that differ from their row, and the rows by question
+    set."""
     known = read_references(results)
     named = named_runs(results, read_summaries(results), known)
     rows = {row[0]: row for row in reference_table(known, named).rows}
@@ -87,23 +123,48 @@ def test_a_right_run_fills_its_row_and_no_other(results):
     assert rows["grpo-lab-other"][6] == rows["sets"][6] == "" and not differing
 
 
-def test_seeds_of_one_experiment_are_one_line_and_a_departure_of_the_row_is_allowed_and_shown(results):
+def test_seeds_of_one_experiment_are_one_line_and_a_departure_of_the_row_is_allowed_and_shown(
+    results,
+):
     for seed in (1, 2):
-        add(results, f"grpo/run-seed{seed}", changes={"trainer.seed": seed, "actor_rollout_ref.actor.optim.lr": 2e-6})
+        add(
+            results,
+            f"grpo/run-seed{seed}",
+            changes={"trainer.seed": seed, "actor_rollout_ref.actor.optim.lr": 2e-6},
+        )
     line = tables(results)[0]["grpo-lab"]
-    assert "±" in line[6] and line[6].endswith("(grpo/run)") and line[9].startswith("measured (2 seeds, ")
+    assert (
+        "±" in line[6]
+        and line[6].endswith("(grpo/run)")
+        and line[9].startswith("measured (2 seeds, ")
+    )
     assert "optim.lr is 2e-06 here, 1e-06 there (the paper's text has it); each prompt" in line[8]
 
 
 def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
     val, model = "actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.model.path"
     for name, changes, options, reason in (
-        ("grpo/run", {"algorithm.adv_estimator": "rloo"}, {}, "algorithm.adv_estimator is rloo here, grpo there"),
+        (
+            "grpo/run",
+            {"algorithm.adv_estimator": "rloo"},
+            {},
+            "algorithm.adv_estimator is rloo here, grpo there",
+        ),
         ("grpo/run", {model: "o/m"}, {}, "model.path is o/m here, outputs/lab/base there"),
         ("grpo/run", {}, {"status": "stopped"}, "its status is stopped"),
         ("grpo/run", {val: True}, {}, "val_kwargs.do_sample is true here, false there"),
-        ("grpo/run", {"data.train_batch_size": 512}, {}, "data.train_batch_size is 512 here, 1024 there"),
-        ("grpo/run", {"actor_rollout_ref.actor.optim.lr": 3e-6}, {}, "optim.lr is 3e-06 here, 1e-06 there"),
+        (
+            "grpo/run",
+            {"data.train_batch_size": 512},
+            {},
+            "data.train_batch_size is 512 here, 1024 there",
+        ),
+        (
+            "grpo/run",
+            {"actor_rollout_ref.actor.optim.lr": 3e-6},
+            {},
+            "optim.lr is 3e-06 here, 1e-06 there",
+        ),
         ("grpo/run", {}, {"questions": 60}, "lab/hops has 60 questions here, 100 there"),
         ("grpo/run", {}, {"total_steps": 40}, "its status is finished at step 20 of 40"),
         ("grpo/run", {"trainer.val_only": True}, {}, "it only validates, the model of step 20"),
@@ -134,7 +195,14 @@ def test_several_sets_have_a_line_each_and_their_mean(results):
     summary = json.loads((results / "grpo/sets/summary.json").read_text())
     found = {one["data_source"]: one["after"]["estimate"] for one in summary["results"]}
     mean = 50 * (found["a"]["value"] + found["b"]["value"])
-    half = 25 * ((found["a"]["high"] - found["a"]["low"]) ** 2 + (found["b"]["high"] - found["b"]["low"]) ** 2) ** 0.5
+    half = (
+        25
+        * (
+            (found["a"]["high"] - found["a"]["low"]) ** 2
+            + (found["b"]["high"] - found["b"]["low"]) ** 2
+        )
+        ** 0.5
+    )
     rows, _, sets = tables(results)
     line = rows["sets"]
     assert line[6] == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}] (grpo/sets)"
@@ -159,7 +227,12 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
         changes = {"trainer.seed": seed, "data.train_batch_size": 8}
         add(results, f"grpo/three-seed{seed}", reference=None, changes=changes)
     recorded = json.loads((results / "grpo/three-seed1/summary.json").read_text())["commit"]
-    repeated = {"run": "three-seed1", "by": "tests/x.py::test_x", "date": "2026-01-02", "commit": "abc"}
+    repeated = {
+        "run": "three-seed1",
+        "by": "tests/x.py::test_x",
+        "date": "2026-01-02",
+        "commit": "abc",
+    }
     entries = [
         {"experiment": "grpo/three", "recorded": recorded, **repeated},
         {"experiment": "grpo/one", "recorded": "an earlier recording", **repeated},
@@ -167,7 +240,10 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
     (results / "verified.yaml").write_text(yaml.safe_dump(entries))
     assert report.main(["--index", "--results", str(results)]) == 0
     text = (results / "README.md").read_text()
-    several, single = text.split("## Experiments of one seed")[0], text.split("## Experiments of one seed")[1]
+    several, single = (
+        text.split("## Experiments of one seed")[0],
+        text.split("## Experiments of one seed")[1],
+    )
     verified = "verified by tests/x.py::test_x, three-seed1 on 2026-01-02 at abc (3 seeds, "
     assert "| grpo/three |" in several and verified in several
     assert "| grpo/one |" in single.split("## Runs")[0] and "grpo/one" not in several
@@ -186,13 +262,24 @@ def known() -> dict:
 def test_a_row_has_its_source_and_either_a_command_with_settings_or_the_reason_for_none(known):
     for row in known["references"]:
         name = row["id"]
-        assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= row.keys(), name
+        assert {
+            "recipe",
+            "model",
+            "method",
+            "data_source",
+            "value",
+            "source",
+            "tag",
+        } <= row.keys(), name
         assert row["tag"] in known["tags"] and 0 < row["value"] <= 100, name
         closed = "not_reproducible" in row
         assert closed != ("command" in row) and closed != ("settings" in row), name
         if "values" in row:
             assert list(row["values"]) == sources(row) == list(row["questions"]), name
-            assert abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11 or "note" in row, name
+            assert (
+                abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11
+                or "note" in row
+            ), name
         else:
             assert len(sources(row)) == 1, name
 
@@ -211,7 +298,8 @@ def test_the_command_of_a_row_dry_runs_with_the_rows_settings(known, monkeypatch
         assert examined.config.trainer.reference == row["id"]
         assert not examined.problems and not examined.warnings, row["id"]
         heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
-        assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly
+        # VLLM splits the 14 heads of this model evenly
+        assert 14 % heads == 0 or "0.5B" not in row["model"]
 
 
 def test_the_numbers_by_set_are_those_of_the_papers_tables(known):

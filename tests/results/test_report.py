@@ -1,4 +1,5 @@
-"""Reports and result tables: generated from recorded runs, self-contained, and with nothing of the machine in them."""
+"""Reports and result tables: generated from recorded runs, self-contained, and with nothing of the
+machine in them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def seeded(seed: int, **changes) -> Config:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """outputs/ with three seeds of one experiment and one run of another, with another clip range."""
+    """outputs/ with three seeds of one experiment and one run of another, with another clip
+    range."""
     root = tmp_path_factory.mktemp("outputs")
     for seed in (1, 2, 3):
         make_run(root / "grpo" / f"lab_s{seed}", seeded(seed))
@@ -76,15 +78,35 @@ def test_one_run_says_what_was_learnt_in_one_file(runs, tmp_path, capsys):
     md, text = build(runs, tmp_path, "grpo/lab_s1")
     ours = validation_metrics(records(20, 1, 200))
     low, high = (100 * ours[f"val-aux/lab/hops/acc/mean@1/ci_{end}"] for end in ("low", "high"))
-    after = f"→ {100 * ours[ACCURACY]:.1f} [{low:.1f}, {high:.1f}] % (mean@1, 200 questions, step 20)"
+    after = (
+        f"→ {100 * ours[ACCURACY]:.1f} [{low:.1f}, {high:.1f}] % (mean@1, 200 questions, step 20)"
+    )
     assert after in md and after in text and after in capsys.readouterr().out
-    paired = paired_comparison(*(accuracy_by_question(records(step, 1, 200))["lab/hops"] for step in (0, 20)))
-    assert f"{100 * paired.difference.value:+.1f} [" in md and f"{paired.better} up, {paired.worse} down" in md
-    for title in ("Validation accuracy", "Reward", "Response length", "Entropy", "Clip fractions", "Time by phase"):
+    paired = paired_comparison(
+        *(accuracy_by_question(records(step, 1, 200))["lab/hops"] for step in (0, 20))
+    )
+    assert (
+        f"{100 * paired.difference.value:+.1f} [" in md
+        and (f"{paired.better} up, {paired.worse} down") in md
+    )
+    for title in (
+        "Validation accuracy",
+        "Reward",
+        "Response length",
+        "Entropy",
+        "Clip fractions",
+        "Time by phase",
+    ):
         assert title in md and title in text
-    assert "greedy, at most 16 tokens" in text and "Explained variance" not in text and "Comparison" not in text
+    assert (
+        "greedy, at most 16 tokens" in text
+        and "Explained variance" not in text
+        and "Comparison" not in text
+    )
     assert text.count("<svg") >= 10 and text.count("<script") == 1 and len(text) < 600_000
-    assert not re.search(r"<(link|iframe|img|object)\b|url\((?!#)|@import|(?:src|href)=\"(?!#)", text)
+    assert not re.search(
+        r"<(link|iframe|img|object)\b|url\((?!#)|@import|(?:src|href)=\"(?!#)", text
+    )
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
 
@@ -96,13 +118,20 @@ def test_the_last_validation_is_reported_not_the_best(tmp_path):
     write_lines(folder / "metrics.jsonl", lines)
     (result,) = summarise(load_run(folder))["results"]
     accuracies = [value for _, value in result["curve"]]
-    assert result["after"]["estimate"]["value"] == accuracies[-1] < max(accuracies) and result["after"]["step"] == 4
+    assert (
+        result["after"]["estimate"]["value"] == accuracies[-1] < max(accuracies)
+        and result["after"]["step"] == 4
+    )
 
 
 def test_seeds_are_one_experiment(runs, tmp_path):
     md, _ = build(runs, tmp_path, "grpo/lab_s1", "grpo/lab_s2", "grpo/lab_s3")
     assert f"{interval_of_seeds()} % (mean@1, 200 questions, step 20, 3 seeds)" in md
-    assert md.startswith("# grpo/lab\n") and "## Comparison" not in md and "Where the runs differ" not in md
+    assert (
+        md.startswith("# grpo/lab\n")
+        and "## Comparison" not in md
+        and "Where the runs differ" not in md
+    )
 
 
 def test_an_unfinished_run_and_one_without_validation_are_called_so(tmp_path, capsys):
@@ -111,7 +140,10 @@ def test_an_unfinished_run_and_one_without_validation_are_called_so(tmp_path, ca
     (folder / "manifest.json").write_text(json.dumps({**manifest, "total_steps": 40}))
     report.main([str(folder)])
     assert "step 10; stopped at step 10 of 40)" in capsys.readouterr().out
-    kept = [{k: v for k, v in line.items() if not k.startswith("val-")} for line in lines_of(folder / "metrics.jsonl")]
+    kept = [
+        {k: v for k, v in line.items() if not k.startswith("val-")}
+        for line in lines_of(folder / "metrics.jsonl")
+    ]
     write_lines(folder / "metrics.jsonl", kept[1:])
     shutil.rmtree(folder / "validation")
     md, _ = build(folder.parent, tmp_path / "out", "short")
@@ -120,17 +152,30 @@ def test_an_unfinished_run_and_one_without_validation_are_called_so(tmp_path, ca
 
 def test_generated_text_cannot_act_as_markup_and_the_page_loads_nothing(tmp_path):
     folder = make_run(tmp_path / "grpo" / "evil", steps=1, test_every=1, questions=5)
-    row = {"output": "<script>alert(1)</script>\n| x", "gts": "<img src=//evil.example>", "score": 0.0, "step": 0}
+    row = {
+        "output": "<script>alert(1)</script>\n| x",
+        "gts": "<img src=//evil.example>",
+        "score": 0.0,
+        "step": 0,
+    }
     write_lines(folder / "samples.jsonl", [{"input": "a | b", **row}])
     md, text = build(folder.parent, tmp_path / "out", "evil")
     assert text.count("<script") == 1 and "&lt;script&gt;alert(1)" in text and "<img" not in text
-    assert "<script" not in md and "a \\| b" in md and "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
+    assert (
+        "<script" not in md
+        and "a \\| b" in md
+        and "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
+    )
     assert POLICY in text and text.index(POLICY) < text.index("<style")
 
 
 def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     def group(seed, files):
-        config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}
+        config = {
+            "trainer.seed": seed,
+            "data.train_files": [files],
+            "trainer.experiment_name": f"lab{seed}",
+        }
         return RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).experiment
 
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
@@ -145,7 +190,9 @@ def test_seeds_on_other_files_of_one_name_are_another_experiment(tmp_path):
         file = tmp_path / f"node{seed}" / "train.parquet"
         file.parent.mkdir()
         file.write_text(content)
-        folder = make_run(tmp_path / "grpo" / f"lab_s{seed}", seeded(seed, **{"data.train_files": (str(file),)}))
+        folder = make_run(
+            tmp_path / "grpo" / f"lab_s{seed}", seeded(seed, **{"data.train_files": (str(file),)})
+        )
         found += [folder, publish(folder, tmp_path / "results" / "grpo" / f"lab_s{seed}")]
     groups = summaries.group_runs(list(map(load_run, found[1::2])))
     assert [[run.seed for run in group] for group in groups] == [[1, 2], [3]]
@@ -160,9 +207,12 @@ def test_the_command_of_another_seed_than_the_default_has_it():
 
 
 def another_seed(folder: Path, seed: int, *changes: str, drop: str = "") -> None:
-    """Write what this version would have written of another seed of the published lab runs, with their outcome."""
+    """Write what this version would have written of another seed of the published lab runs, with
+    their outcome."""
     shutil.copytree(LAB / "lab-seed1", folder)
-    config = compose("grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes])
+    config = compose(
+        "grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes]
+    )
     tree = yaml.safe_load(to_yaml(config))
     tree["trainer"].pop(drop, None)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -178,9 +228,13 @@ def test_a_new_seed_joins_published_ones_that_another_version_wrote(tmp_path):
         shutil.copytree(LAB / f"lab-seed{seed}", results / "grpo" / f"lab-seed{seed}")
     another_seed(results / "grpo" / "lab-seed4", 4, "trainer.test_freq=10")
     another_seed(results / "grpo" / "lab-seed5", 5, "actor_rollout_ref.actor.clip_ratio_high=0.28")
-    another_seed(results / "grpo" / "lab-seed6", 6, drop="resume_with_changes")  # a key of a later version, say
+    # A key of a later version, say
+    another_seed(results / "grpo" / "lab-seed6", 6, drop="resume_with_changes")
     runs = [load_run(path) for path in sorted((results / "grpo").iterdir())]
-    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2, 3, 4, 6], [5]]
+    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [
+        [1, 2, 3, 4, 6],
+        [5],
+    ]
     found = result_tables.experiments(result_tables.read_summaries(results))
     assert [[run["seed"] for run in each.runs] for each in found] == [[1, 2, 3, 4, 6], [5]]
 
@@ -194,27 +248,48 @@ def test_runs_of_two_bases_are_two_experiments():
         config = {**one.config, "trainer.seed": seed}
         return dataclasses.replace(one, config=config, manifest={**one.manifest, "models": models})
 
-    runs = [run(seed, base) for seed, base in {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}.items()]
-    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2], [3], [4]]
+    runs = [
+        run(seed, base) for seed, base in {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}.items()
+    ]
+    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [
+        [1, 2],
+        [3],
+        [4],
+    ]
 
 
 # --- bad input ---
 
 MALFORMED = {
-    "config.yaml": ("- 1\n- 2\n", "", "a: [", "a: !!python/object/apply:os.system [ls]", b"\xff\xfe\0"),
+    "config.yaml": (
+        "- 1\n- 2\n",
+        "",
+        "a: [",
+        "a: !!python/object/apply:os.system [ls]",
+        b"\xff\xfe\0",
+    ),
     "manifest.json": ("{", "{}", "[" * 100_000),
     "metrics.jsonl": ("7\n", '{"a": 1}\n', '{"step": 1, "a": "high"}\n', '{"step": 1, "a": NaN}\n'),
     "samples.jsonl": ('{"input": "a", "output": "b", "score": 1}\n', "[1]\n"),
-    "validation/0.jsonl": ('{"acc": [1]}\n', '{"uid": "a", "data_source": "b", "acc": ["right"]}\n'),
+    "validation/0.jsonl": (
+        '{"acc": [1]}\n',
+        '{"uid": "a", "data_source": "b", "acc": ["right"]}\n',
+    ),
 }
 
 
 def test_a_malformed_run_is_named_and_the_others_are_reported(tmp_path, capsys, monkeypatch):
     assert report.main([str(tmp_path)]) == 2
-    assert "is not a run folder: it has no config.yaml, manifest.json, metrics.jsonl" in capsys.readouterr().err
+    assert (
+        "is not a run folder: it has no config.yaml, manifest.json, metrics.jsonl"
+        in capsys.readouterr().err
+    )
     reported = []
     monkeypatch.setattr(report, "write_report", lambda runs, out, *_: reported.extend(runs) or out)
-    bad, good = (make_run(tmp_path / "grpo" / name, steps=2, test_every=1, questions=3) for name in ("bad", "good"))
+    bad, good = (
+        make_run(tmp_path / "grpo" / name, steps=2, test_every=1, questions=3)
+        for name in ("bad", "good")
+    )
     manifest = json.loads((bad / "manifest.json").read_text())
     changed = ({"sessions": []}, {"run": ["a"]}, {"total_steps": "9"})
     more = {"manifest.json": tuple(json.dumps(manifest | change) for change in changed)}
@@ -242,19 +317,36 @@ def test_a_published_run_tells_the_same_under_its_name_or_another(runs, tmp_path
     for more, name in (((), "grpo/lab_s1"), (("--as", "ppo/other"), "ppo/other")):
         assert publishing.main([str(run), *more, "--results", str(tmp_path)]) == 0
         copy = load_run(tmp_path / name)
-        assert copy.name == name and json.loads((tmp_path / name / "summary.json").read_text()) == summarise(copy)
-        assert summarise(copy)["results"][0]["change"] == summarise(load_run(run))["results"][0]["change"]
-    names = "config.yaml manifest.json metrics.csv samples.jsonl.gz summary.json validation.jsonl.gz"
+        assert copy.name == name and json.loads(
+            (tmp_path / name / "summary.json").read_text()
+        ) == summarise(copy)
+        assert (
+            summarise(copy)["results"][0]["change"]
+            == summarise(load_run(run))["results"][0]["change"]
+        )
+    names = (
+        "config.yaml manifest.json metrics.csv samples.jsonl.gz summary.json validation.jsonl.gz"
+    )
     assert sorted(path.name for path in (tmp_path / "grpo/lab_s1").iterdir()) == names.split()
-    assert publishing.main([str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
+    assert (
+        publishing.main([str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
+    )
 
 
 def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
-    typed = ["/home/jane/venv/bin/python", "-m", "x", "a=/scratch/jane/d.parquet", "on=node-17.cluster"]
+    typed = [
+        "/home/jane/venv/bin/python",
+        "-m",
+        "x",
+        "a=/scratch/jane/d.parquet",
+        "on=node-17.cluster",
+    ]
     monkeypatch.setattr("sys.orig_argv", typed)
     files = ("/home/jane/data/gsm8k/train.parquet",)
-    config = configured({"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"})
+    config = configured(
+        {"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"}
+    )
     run = make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5)
     copy = publish(run, tmp_path / "results" / "grpo" / "run")
     text = "".join(path.read_text() for path in copy.iterdir() if path.suffix != ".gz")
@@ -262,7 +354,10 @@ def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     for secret in ("jane", "/home", "/scratch", "node-17", str(ROOT), str(tmp_path)):
         assert secret not in text, secret
     assert "<path>/train.parquet" in text and "a=<path>/d.parquet" in text and "on=<host>" in text
-    assert yaml.safe_load((copy / "config.yaml").read_text())["actor_rollout_ref"]["model"]["path"] == "outputs/m"
+    assert (
+        yaml.safe_load((copy / "config.yaml").read_text())["actor_rollout_ref"]["model"]["path"]
+        == "outputs/m"
+    )
 
 
 def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, monkeypatch):
@@ -279,12 +374,29 @@ def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, m
 
 
 def test_tags_of_a_configuration_are_no_paths():
-    texts = ["</think>", "a</answer>", "<think>/a/b</think>", "[/INST]", "<</SYS>>", "be brief /no_think", "1/2"]
+    texts = [
+        "</think>",
+        "a</answer>",
+        "<think>/a/b</think>",
+        "[/INST]",
+        "<</SYS>>",
+        "be brief /no_think",
+        "1/2",
+    ]
     kept = [scrub(text) for text in texts]
     assert kept == [text.replace("/a/b", "<path>/b") for text in texts]
-    paths = ["/data", "a=/data", "~/jane", "x /home/jane", "[/home/jane,/a/b]", "file:///home/jane/x"]
+    paths = [
+        "/data",
+        "a=/data",
+        "~/jane",
+        "x /home/jane",
+        "[/home/jane,/a/b]",
+        "file:///home/jane/x",
+    ]
     for text in paths:
-        assert "jane" not in scrub(text).replace("<path>/jane", "") and "<path>" in scrub(text), text
+        assert "jane" not in scrub(text).replace("<path>/jane", "") and "<path>" in scrub(text), (
+            text
+        )
 
 
 def test_the_first_and_the_last_fifth_of_a_thinned_run_are_of_its_steps(tmp_path, monkeypatch):
@@ -299,10 +411,29 @@ def test_the_first_and_the_last_fifth_of_a_thinned_run_are_of_its_steps(tmp_path
 
 # --- result tables ---
 
-ROW = {"recipe": "grpo", "model": "outputs/lab/base", "method": "GRPO", "data_source": "lab/hops", "tag": "R"}
+ROW = {
+    "recipe": "grpo",
+    "model": "outputs/lab/base",
+    "method": "GRPO",
+    "data_source": "lab/hops",
+    "tag": "R",
+}
 ROWS = [
-    {**ROW, "id": "grpo-lab", "value": 98, "source": "a paper, table 1", "command": "bash recipes/grpo/run_lab.sh"},
-    {**ROW, "id": "ppo-other", "value": 69.5, "source": "a page", "command": "bash run.sh", "note": "strict"},
+    {
+        **ROW,
+        "id": "grpo-lab",
+        "value": 98,
+        "source": "a paper, table 1",
+        "command": "bash recipes/grpo/run_lab.sh",
+    },
+    {
+        **ROW,
+        "id": "ppo-other",
+        "value": 69.5,
+        "source": "a page",
+        "command": "bash run.sh",
+        "note": "strict",
+    },
 ]
 
 
@@ -311,8 +442,12 @@ def repository(runs, tmp_path) -> Path:
     results = tmp_path / "results"
     for seed in (1, 2, 3):
         publish(runs / f"grpo/lab_s{seed}", results / "grpo" / f"lab_s{seed}")
-    (results / "references.yaml").write_text(yaml.safe_dump({"tags": {"R": "read"}, "references": ROWS}))
-    (tmp_path / "README.md").write_text(f"# Top\n\n{result_tables.BEGIN}\nold\n{result_tables.END}\n\nrest\n")
+    (results / "references.yaml").write_text(
+        yaml.safe_dump({"tags": {"R": "read"}, "references": ROWS})
+    )
+    (tmp_path / "README.md").write_text(
+        f"# Top\n\n{result_tables.BEGIN}\nold\n{result_tables.END}\n\nrest\n"
+    )
     return tmp_path
 
 
@@ -320,24 +455,39 @@ def test_tables_are_generated_from_the_summaries(repository):
     results, after = repository / "results", interval_of_seeds()
     assert report.main(["--index", "--results", str(results)]) == 0
     text, top = (results / "README.md").read_text(), (repository / "README.md").read_text()
-    for table, facts in ((text, ("| 200 | 3 |", "greedy, at most 16 tokens")), (top, ("| 200 questions of ", "| 3 |"))):
+    for table, facts in (
+        (text, ("| 200 | 3 |", "greedy, at most 16 tokens")),
+        (top, ("| 200 questions of ", "| 3 |")),
+    ):
         row = next(line for line in table.splitlines() if line.startswith("| grpo/lab |"))
         assert after in row and all(fact in row for fact in facts)
     reference = next(line for line in text.splitlines() if "a paper, table 1 [R]" in line)
     assert "| 98.0 |" in reference and f"{after} (grpo/lab)" in reference
-    assert "not run (`bash run.sh`)" in text and "[grpo/lab_s2](grpo/lab_s2/)" in text and "- ppo-other: strict" in text
+    assert (
+        "not run (`bash run.sh`)" in text
+        and "[grpo/lab_s2](grpo/lab_s2/)" in text
+        and "- ppo-other: strict" in text
+    )
     assert top.startswith("# Top\n") and top.endswith("\n\nrest\n") and "\nold\n" not in top
 
 
 def test_what_joins_an_experiment_and_what_is_another(repository, runs):
-    """A headline has several seeds; other settings are another experiment, and the same seed again is no other draw."""
+    """A headline has several seeds; other settings are another experiment, and the same seed again
+    is no other draw."""
     results = repository / "results"
-    for name, target in (("ppo/lab_s1", "ppo/lab_s1"), ("ppo/lab_s1", "grpo/lab_s4"), ("grpo/lab_s2", "grpo/rerun")):
+    for name, target in (
+        ("ppo/lab_s1", "ppo/lab_s1"),
+        ("ppo/lab_s1", "grpo/lab_s4"),
+        ("grpo/lab_s2", "grpo/rerun"),
+    ):
         publish(runs / name, results / target)
     report.main(["--index", "--results", str(results)])
     assert "| ppo/lab_s1 |" in (results / "README.md").read_text()
     assert "ppo/lab_s1" not in (repository / "README.md").read_text()
-    found = {each.name: len(each.runs) for each in result_tables.experiments(result_tables.read_summaries(results))}
+    found = {
+        each.name: len(each.runs)
+        for each in result_tables.experiments(result_tables.read_summaries(results))
+    }
     assert found == {"grpo/lab": 3, "grpo/lab_s4": 1, "grpo/rerun": 1, "ppo/lab_s1": 1}
 
 

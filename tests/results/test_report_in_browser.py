@@ -1,11 +1,21 @@
-"""The report page in a real browser: what stands first, values under pointer and keys, narrow screens, dark ones."""
+"""The report page in a real browser: what stands first, values under pointer and keys, narrow
+screens, dark ones."""
 
 from __future__ import annotations
 
 import pytest
 
 from results import report
-from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
+from tests.browser import (
+    SCHEMES,
+    WIDTHS,
+    chromium,
+    contrast,
+    first_paint_ms,
+    opened,
+    overflow,
+    pictures_without_text,
+)
 from tests.core.synthetic import configured, make_run
 
 
@@ -31,11 +41,24 @@ def page_path(tmp_path_factory):
 @pytest.mark.parametrize(("size", "scheme"), zip(WIDTHS, SCHEMES, strict=True))
 def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
     with opened(browser, page_path, *size, scheme) as page:
-        assert overflow(page) <= 0 and pictures_without_text(page) == [] and first_paint_ms(page) < 2000
+        assert (
+            overflow(page) <= 0
+            and pictures_without_text(page) == []
+            and first_paint_ms(page) < 2000
+        )
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") is (scheme == "light")
-        assert min(contrast(page, one) for one in ("p.strong", "p.caption", "th", "figcaption span", "summary")) >= 4.5
-        assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") != "rgb(0, 0, 0)"
+        assert (
+            min(
+                contrast(page, one)
+                for one in ("p.strong", "p.caption", "th", "figcaption span", "summary")
+            )
+            >= 4.5
+        )
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
+            != "rgb(0, 0, 0)"
+        )
         first = page.locator(".scroll").first
         assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
 

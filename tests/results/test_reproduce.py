@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
-def test_every_row_of_the_references_that_can_be_repeated_has_all_stages(recipe, tmp_path, monkeypatch):
+def test_every_row_of_the_references_that_can_be_repeated_has_all_stages(
+    recipe, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     known = {row["id"]: row for row in read_references(ROOT / "results")["references"]}
@@ -37,10 +39,15 @@ def test_every_row_of_the_references_that_can_be_repeated_has_all_stages(recipe,
                 assert found[-1].command == row.command == known[row.name]["command"]
                 assert marked == (["evaluate"] if "retriever.prefetch=True" in row.command else [])
                 continue
-            assert names[-5:] == ["train", "generate", "score", "report", "publish"] and set(names[:-5]) == {"data"}
+            assert names[-5:] == ["train", "generate", "score", "report", "publish"] and set(
+                names[:-5]
+            ) == {"data"}
             script = script_of(known.get(row.name, {"command": row.command})["command"])
             made = {path for entry in read_tables(recipe)["data"] for path in paths(entry["makes"])}
-            assert {Path(name) for name in (*script.config.data.train_files, *script.config.data.val_files)} <= made
+            assert {
+                Path(name)
+                for name in (*script.config.data.train_files, *script.config.data.val_files)
+            } <= made
             searches = getattr(script.config, "do_search", False)
             assert marked == (["train", "generate"] if searches else [])
             train = next(stage for stage in found if stage.name == "train")
@@ -48,7 +55,9 @@ def test_every_row_of_the_references_that_can_be_repeated_has_all_stages(recipe,
             assert (f"trainer.reference={row.name}" in train.command) == row.named
             own = script_of(train.command).config
             names = ("experiment_name", "reference", "seed", "default_local_dir")
-            same = own.trainer.replace(**{name: getattr(script.config.trainer, name) for name in names})
+            same = own.trainer.replace(
+                **{name: getattr(script.config.trainer, name) for name in names}
+            )
             assert own.replace(trainer=same) == script.config  # this row's command, and no other's
             assert not any(stage.done() for stage in found)
 
@@ -62,7 +71,10 @@ def script_of(command: str) -> Script:
 def test_a_row_that_nobody_can_repeat_and_unknown_names_are_refused_by_name():
     for words, message in (
         (["dapo", "table9"], "table=table9: is not a table of dapo; choose one of table1, "),
-        (["dapo", "table1", "dapo-64b"], "row=dapo-64b: is not in table1 of dapo; choose one of dapo-32b-r1-zero"),
+        (
+            ["dapo", "table1", "dapo-64b"],
+            "row=dapo-64b: is not in table1 of dapo; choose one of dapo-32b-r1-zero",
+        ),
         (["dapo", "table1", "dapo-32b-r1-zero"], "row=dapo-32b-r1-zero: cannot be repeated: "),
         (["gspo", "table1"], "gspo: has no reproduce.yaml; choose one of dapo, grpo"),
     ):
@@ -75,7 +87,8 @@ def test_a_row_that_nobody_can_repeat_and_unknown_names_are_refused_by_name():
 
 
 def stage(name: str, folder: Path, command: str = "", **options) -> Stage:
-    """A stage that writes its name into a log, and makes a file of that name unless ``command`` does otherwise."""
+    """A stage that writes its name into a log, and makes a file of that name unless ``command``
+    does otherwise."""
     made = folder / name
     text = f"echo {name} >> {folder}/log; {command or f'touch {made}'}"
     return Stage(name, text, made.exists, **options)
@@ -100,8 +113,14 @@ def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, mo
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (row,) = rows_of("ppo", "lab", ())
     found = list(stages(row, 3, ()))
-    run, target = tmp_path / "outputs/ppo/lab-repeated-seed3", tmp_path / "results/ppo/lab-repeated-seed3"
-    manifest, answers = {"run_id": "a", "sessions": [{}], "status": "running"}, run / "evaluation/answers.jsonl"
+    run, target = (
+        tmp_path / "outputs/ppo/lab-repeated-seed3",
+        tmp_path / "results/ppo/lab-repeated-seed3",
+    )
+    manifest, answers = (
+        {"run_id": "a", "sessions": [{}], "status": "running"},
+        run / "evaluation/answers.jsonl",
+    )
     finished, target = {**manifest, "status": "finished"}, target / "manifest.json"
     names = ["train", "generate", "score", "report", "publish"]
     for path, content, done in (
@@ -121,7 +140,9 @@ def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, mo
         assert [one.name for one in found if one.done()] == names[:done], path
 
 
-def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tmp_path, monkeypatch, capsys):
+def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(
+    worked, tmp_path, monkeypatch, capsys
+):
     one, two = stage("one", tmp_path), stage("two", tmp_path)
     with monkeypatch.context() as dry:
         dry.setenv("DRY_RUN", "1")
@@ -129,22 +150,40 @@ def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tm
     assert worked(one) == (0, ["one"])
     capsys.readouterr()
     assert worked(one, two) == (0, ["two"])
-    assert re.findall(r"^  (\w+): (done|to do)$", capsys.readouterr().out, re.M) == [("one", "done"), ("two", "to do")]
+    assert re.findall(r"^  (\w+): (done|to do)$", capsys.readouterr().out, re.M) == [
+        ("one", "done"),
+        ("two", "to do"),
+    ]
     assert worked(one, two) == (0, [])
 
 
-def test_a_service_that_does_not_answer_is_named_with_its_command_before_a_stage_that_needs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "stages", lambda *_: [stage("one", tmp_path, needs_service=True)])
+def test_a_service_that_does_not_answer_is_named_with_its_command_before_a_stage_that_needs_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        reproduce, "stages", lambda *_: [stage("one", tmp_path, needs_service=True)]
+    )
     service = service_of("search_r1", ("retriever.url=http://127.0.0.1:9/retrieve",))
-    assert service.url == "http://127.0.0.1:9/health" and service_of("search_r1", ("retriever.url=null",)) is None
-    with pytest.raises(InputError, match=r"retriever.url=http://127.0.0.1:9/health: .*run_retriever.sh"):
+    assert (
+        service.url == "http://127.0.0.1:9/health"
+        and service_of("search_r1", ("retriever.url=null",)) is None
+    )
+    with pytest.raises(
+        InputError,
+        match=r"retriever.url=http://127.0.0.1:9/health: "
+        r".*run_retriever.sh",
+    ):
         reproduce.work([Row("search_r1", "a", "", "1.0")], [1], (), service)
     assert not (tmp_path / "log").exists()
 
 
 def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path):
-    """SIGTERM reaches the parent alone: the command hears of it as of Ctrl-C, and ends its work first."""
-    slow = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do sleep 0.05; done"
+    """SIGTERM reaches the parent alone: the command hears of it as of Ctrl-C, and ends its work
+    first."""
+    slow = (
+        f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do "
+        f"sleep 0.05; done"
+    )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
     try:
         assert worked(stage("one", tmp_path, slow), stage("two", tmp_path)) == (130, ["one"])
@@ -154,6 +193,9 @@ def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path):
 
 
 def test_a_stage_that_fails_or_does_not_make_what_it_should_ends_the_work(worked, tmp_path, capsys):
-    for command, status, told in (("exit 7", 7, "status 7"), ("true", 1, "status 0, and what it should have made")):
+    for command, status, told in (
+        ("exit 7", 7, "status 7"),
+        ("true", 1, "status 0, and what it should have made"),
+    ):
         assert worked(stage("one", tmp_path, command), stage("two", tmp_path)) == (status, ["one"])
         assert f"one ended with {told}" in capsys.readouterr().err

@@ -11,14 +11,22 @@ from core.learner.batching import make_batch
 from core.trace import dump
 from results import report, trace
 from results.reporting.run_reader import load_run
-from results.reporting.trace_page import MOST_TOKENS, chosen_dumps, trace_files, trace_links, write_trace
+from results.reporting.trace_page import (
+    MOST_TOKENS,
+    chosen_dumps,
+    trace_files,
+    trace_links,
+    write_trace,
+)
 from tests.core.synthetic import configured, make_run
 from tests.core.test_trace import LetterTokenizer, group
 
 
 def traced_run(folder, steps, text="ab<i>c"):
     """Write a run folder with dumps of these steps, and return it."""
-    config = configured({"trainer.default_local_dir": str(folder), "actor_rollout_ref.rollout.n": 2})
+    config = configured(
+        {"trainer.default_local_dir": str(folder), "actor_rollout_ref.rollout.n": 2}
+    )
     make_run(folder, config, steps=4, questions=8)
     for step in steps:
         groups = [group(0, text=text), group(1, text=text)]
@@ -37,7 +45,14 @@ def test_every_token_is_on_the_page_with_its_numbers(tmp_path):
     fields = re.findall(r"<option>(\w+)</option>", page)
     numbers = dict(zip(fields, tokens[0][0].split(","), strict=True))
     assert float(numbers["advantages"]) == 0.5 and float(numbers["rollout_log_probs"]) == -0.25
-    assert [kind.split() for _, kind, _ in tokens[6:12]] == [[], ["other", "idle"], ["other", "idle"], [], [], []]
+    assert [kind.split() for _, kind, _ in tokens[6:12]] == [
+        [],
+        ["other", "idle"],
+        ["other", "idle"],
+        [],
+        [],
+        [],
+    ]
 
 
 def test_html_in_an_answer_stays_text(tmp_path):
@@ -61,7 +76,9 @@ def test_what_a_kill_left_is_named_and_the_rest_is_shown(tmp_path, capsys):
     assert trace.main([str(run)]) == 2 and "no record can be read" in capsys.readouterr().err
 
 
-def test_a_page_of_long_answers_has_the_first_and_the_last_step_and_says_what_it_leaves_out(tmp_path):
+def test_a_page_of_long_answers_has_the_first_and_the_last_step_and_says_what_it_leaves_out(
+    tmp_path,
+):
     run = traced_run(tmp_path / "grpo" / "run", range(1, 6), text="a" * (MOST_TOKENS // 10))
     dumps, notes = chosen_dumps(run, None)
     assert [one["step"] for one in dumps] == [1, 5] and "name them with --steps" in notes[0]
@@ -71,6 +88,9 @@ def test_a_page_of_long_answers_has_the_first_and_the_last_step_and_says_what_it
 def test_every_report_of_a_run_with_dumps_links_its_page(tmp_path):
     runs = [traced_run(tmp_path / "grpo" / name, (1,)) for name in "abc"]
     assert report.main([str(runs[0])]) == 0 and (runs[0] / "trace.html").exists()
-    assert '<a href="trace.html">Tokens of recorded steps: a</a>' in (runs[0] / "report.html").read_text()
+    assert (
+        '<a href="trace.html">Tokens of recorded steps: a</a>'
+        in (runs[0] / "report.html").read_text()
+    )
     (link,) = trace_links([load_run(run) for run in runs], tmp_path / "three")
     assert link.text.endswith("a and b and c") and (tmp_path / "three" / link.file).exists()

@@ -18,8 +18,12 @@ def test_it_fits_is_coloured_by_the_field_and_tells_a_tokens_numbers(tmp_path, s
         colours = []
         for field in ("advantages", "rollout_log_probs"):
             page.select_option("#field", field)
-            colours.append(page.evaluate("getComputedStyle(document.querySelector('i')).backgroundColor"))
+            colours.append(
+                page.evaluate("getComputedStyle(document.querySelector('i')).backgroundColor")
+            )
         assert colours[0] != colours[1]
         page.hover("i:nth-of-type(3)")
-        assert page.inner_text("#told").startswith('"m": ') and "advantages 0.5" in page.inner_text("#told")
+        assert page.inner_text("#told").startswith('"m": ') and "advantages 0.5" in page.inner_text(
+            "#told"
+        )
         assert contrast(page, "h1") >= 4.5 and contrast(page, ".about") >= 4.5

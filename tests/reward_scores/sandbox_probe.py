@@ -1,8 +1,10 @@
-"""Try every way out of a sandbox, each on what the prober made for it, and print the names of those that are open.
+"""Try every way out of a sandbox, each on what the prober made for it, and print the names of those
+that are open.
 
-It runs as a program in the sandbox (``test_sandbox.py``), which may be none, so nothing here does harm:
-the process that it tries to reach is one that sleeps for this purpose, and what else is changed is set to what it is.
-A sandbox claims no more than this: ``isolated`` means that all of these were refused.
+It runs as a program in the sandbox (``test_sandbox.py``), which may be none, so nothing here does
+harm: the process that it tries to reach is one that sleeps for this purpose, and what else is
+changed is set to what it is. A sandbox claims no more than this: ``isolated`` means that all of
+these were refused.
 """
 
 import ctypes
@@ -27,7 +29,13 @@ SCRATCH = ctypes.create_string_buffer(256)
 def call(x86_64, aarch64, *arguments):
     """Return whether a system call succeeds."""
     number = aarch64 if ARM else x86_64
-    return LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)) >= 0
+    return (
+        LIBC.syscall(
+            ctypes.c_long(number),
+            *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments),
+        )
+        >= 0
+    )
 
 
 def closed(what):
@@ -93,7 +101,14 @@ def niceness(pid):
 def memory(x86_64, aarch64):
     """Return whether the memory of the process could be reached: at address 0, where nothing is."""
     return call(
-        x86_64, aarch64, PID, struct.pack("QQ", ctypes.addressof(SCRATCH), 8), 1, bytes(8) + b"\x08" + bytes(7), 1, 0
+        x86_64,
+        aarch64,
+        PID,
+        struct.pack("QQ", ctypes.addressof(SCRATCH), 8),
+        1,
+        bytes(8) + b"\x08" + bytes(7),
+        1,
+        0,
     ) or (ctypes.get_errno() == 14)
 
 
@@ -140,7 +155,9 @@ WAYS = {
     "processors": lambda: call(203, 122, PID, 128, AFFINITY),
     "schedulers": lambda: call(144, 119, PID, 0, struct.pack("i", 0)),
     "limits": lambda: OTHER and call(302, 261, PID, 7, None, SCRATCH),
-    "memory pages": lambda: OTHER and (call(256, 238, PID, 0, None, None) or call(279, 239, PID, 0, None, None)),
+    "memory pages": lambda: (
+        OTHER and (call(256, 238, PID, 0, None, None) or call(279, 239, PID, 0, None, None))
+    ),
     "memory by debugging": lambda: LIBC.ptrace(0x4206, PID, None, None) == 0,
     "memory for reading": lambda: memory(310, 270),
     "memory for writing": lambda: memory(311, 271),
@@ -173,7 +190,8 @@ WAYS = {
 def is_open(way):
     try:
         return bool(way())
-    except (OSError, AttributeError, ValueError):  # of a C library without the function; of a limit that holds
+    except (OSError, AttributeError, ValueError):
+        # Of a C library without the function; of a limit that holds
         return False
 
 

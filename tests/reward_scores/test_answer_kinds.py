@@ -1,4 +1,5 @@
-"""Answers as people write them, kind by kind: each beside what it equals, and beside what only looks like it.
+"""Answers as people write them, kind by kind: each beside what it equals, and beside what only
+looks like it.
 
 The order counts: the answer comes first, the gold one second.
 """
@@ -261,7 +262,12 @@ SCORERS = (math_reward, math_dapo, prime_math)
 
 def test_the_robust_scorers_read_boxes_lines_and_sentences_alike():
     for responses, acc in ((GIVEN, 1.0), (NOT_GIVEN, 0.0)):
-        cases = [(scorer, text, gold) for gold, texts in responses.items() for text in texts for scorer in SCORERS]
+        cases = [
+            (scorer, text, gold)
+            for gold, texts in responses.items()
+            for text in texts
+            for scorer in SCORERS
+        ]
         said = [
             (scorer.__name__, text, gold)
             for scorer, text, gold in cases
@@ -289,8 +295,15 @@ def test_boxes_that_words_or_layout_join_are_one_list():
         for scorer in SCORERS:
             assert scorer.score(response, "3,5", {}, "robust").acc == 1.0, response
             assert scorer.score(response, "5", {}, "robust").acc == 0.0, response
-    assert math_reward.score(r"a = \boxed{3} \text{ and } b = \boxed{5}", "(3,5)", {}, "robust").acc == 1.0
-    for response in (r"\boxed{3}. Wait: \boxed{5}", r"\boxed{3} is not \boxed{5}", "\\boxed{5}\n\\boxed{5}"):
+    assert (
+        math_reward.score(r"a = \boxed{3} \text{ and } b = \boxed{5}", "(3,5)", {}, "robust").acc
+        == 1.0
+    )
+    for response in (
+        r"\boxed{3}. Wait: \boxed{5}",
+        r"\boxed{3} is not \boxed{5}",
+        "\\boxed{5}\n\\boxed{5}",
+    ):
         assert last_closed_box(response) == "5", response
 
 
@@ -298,7 +311,9 @@ def test_a_vote_keeps_units_and_moduli_apart():
     def voted(text):
         return math_reward.score(rf"\boxed{{{text}}}", "5", {}, "robust").pred
 
-    assert voted("5 km") != voted("5 miles") and voted("x \\equiv 3 \\pmod 7") != voted("x \\equiv 3 \\pmod 8")
+    assert voted("5 km") != voted("5 miles") and voted("x \\equiv 3 \\pmod 7") != voted(
+        "x \\equiv 3 \\pmod 8"
+    )
     assert voted("5\\text{ km}") == voted("5 kilometers") and voted("x=5") == voted("5") == "5"
 
 
@@ -428,13 +443,19 @@ def test_short_answers_are_read_without_what_does_not_tell_them_apart():
 
 
 def test_what_the_tests_of_other_graders_expect():
-    """``peers.jsonl``: answers of the tests of 14 other graders, where a careful person agrees with them."""
-    rows = [json.loads(line) for line in Path(__file__).with_name("peers.jsonl").read_text("utf-8").splitlines()]
+    """``peers.jsonl``: answers of the tests of 14 other graders, where a careful person agrees with
+    them."""
+    rows = [
+        json.loads(line)
+        for line in Path(__file__).with_name("peers.jsonl").read_text("utf-8").splitlines()
+    ]
     mistakes = []
     for row in rows:
         answer, gold = row["answer"], row["gold"]
         if row["reader"] == "short":
-            said = qa_em.score(f"<answer>{answer}</answer>", {"target": gold}, {}, "robust").acc == 1
+            said = (
+                qa_em.score(f"<answer>{answer}</answer>", {"target": gold}, {}, "robust").acc == 1
+            )
         else:
             said = equivalent(last_closed_box(answer) or answer, last_closed_box(gold) or gold)
         if said != bool(row["right"]):

@@ -1,4 +1,5 @@
-"""Scorers that run programs: what they read, how they compare, what they say of failures, what configures them."""
+"""Scorers that run programs: what they read, how they compare, what they say of failures, what
+configures them."""
 
 from __future__ import annotations
 
@@ -51,16 +52,37 @@ def test_outputs_and_values_agree():
     ):
         assert same_output(given, wanted), (given, wanted)
     for given, wanted in (
-        *(("3.1", "3.0"), ("3.0", "3"), ("1000001", "1000000"), ("nan", "1.0"), ("2 1", "1 2"), ("1 2 3", "1 2")),
+        *(
+            ("3.1", "3.0"),
+            ("3.0", "3"),
+            ("1000001", "1000000"),
+            ("nan", "1.0"),
+            ("2 1", "1 2"),
+            ("1 2 3", "1 2"),
+        ),
         *(("", "1"), ("yes", "YES")),
     ):
         assert not same_output(given, wanted), (given, wanted)
     for given, wanted in (
-        *(((1, (2,)), [1, [2]]), (3, [3]), (1.0, 1), (0.1 + 0.2, 0.3), ({1: "a"}, {"1": "a"}), (None, None)),
+        *(
+            ((1, (2,)), [1, [2]]),
+            (3, [3]),
+            (1.0, 1),
+            (0.1 + 0.2, 0.3),
+            ({1: "a"}, {"1": "a"}),
+            (None, None),
+        ),
     ):
         assert same_value(given, wanted), (given, wanted)
     for given, wanted in (
-        *(([3, 4], [3]), (3, [3, 4]), (True, 1), (1, True), ({1: "a", 2: "b"}, {"1": "a"}), ("1", 1)),
+        *(
+            ([3, 4], [3]),
+            (3, [3, 4]),
+            (True, 1),
+            (1, True),
+            ({1: "a", 2: "b"}, {"1": "a"}),
+            ("1", 1),
+        ),
         *((math.nan, 1.0), ({1, 2}, [1, 2])),
     ):
         assert not same_value(given, wanted), (given, wanted)
@@ -74,14 +96,20 @@ TESTS = {
     "a list of pairs": PAIRS,
     "a list of pairs as JSON": json.dumps(PAIRS),
     "a list of inputs and outputs": [{"input": given, "output": wanted} for given, wanted in PAIRS],
-    "a list of numbers": [{"input": given, "output": int(wanted), "id": 1} for given, wanted in PAIRS],
+    "a list of numbers": [
+        {"input": given, "output": int(wanted), "id": 1} for given, wanted in PAIRS
+    ],
 }
 
 
 def test_where_tests_come_from():
     for name, tests in TESTS.items():
-        assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests), name
-        assert list(sandbox_fusion.published_tests(tests, None)["inputs"]) == list(SUM["inputs"]), name
+        assert (
+            unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests)
+        ), name
+        assert list(sandbox_fusion.published_tests(tests, None)["inputs"]) == list(SUM["inputs"]), (
+            name
+        )
         assert unit_tests.score(fenced(ADD), tests).acc == 1, name
         assert unit_tests.score(fenced("print(0)"), tests).acc == 0, name
     assert unit_tests.score(fenced(ADD), None, {"test_cases": PAIRS}).acc == 1
@@ -121,7 +149,10 @@ CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1,
 
 @pytest.mark.parametrize("method", prime_code.METHODS)
 def test_functions_are_called(method):
-    for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
+    for source in (
+        "def add(a, b): return a + b",
+        "class Solution:\n    def add(self, a, b): return a + b",
+    ):
         assert prime_code.score(fenced(source), CALLS, {}, method).value == 1
     assert prime_code.score(fenced("def add(a, b): return 3"), CALLS, {}, method).acc == 0
 
@@ -133,17 +164,34 @@ def test_published_and_robust():
     for source, tests, value, robust in (
         ("x = 1", {"inputs": [], "outputs": []}, 1.0, None),
         ("print(3)", {"fn_name": "f", "inputs": ["1"], "outputs": ["3"]}, 1.0, 0.0),
-        ("def f(x): return [3, 4]", {"fn_name": "f", "inputs": ["1"], "outputs": ["[[3, 4], 5]"]}, 1.0, 0.0),
+        (
+            "def f(x): return [3, 4]",
+            {"fn_name": "f", "inputs": ["1"], "outputs": ["[[3, 4], 5]"]},
+            1.0,
+            0.0,
+        ),
         ("print('2\\n\\n1.000001')", {"inputs": [""], "outputs": ["2\n1.0"]}, 1.0, 1.0),
         ("import sys\nprint(1)\nsys.exit(2)", {"inputs": [""], "outputs": ["1"]}, 1.0, 0.0),
-        ("import sys\nprint(len(sys.stdin.buffer.read()))", {"inputs": ["abc"], "outputs": ["3"]}, 0.0, 1.0),
+        (
+            "import sys\nprint(len(sys.stdin.buffer.read()))",
+            {"inputs": ["abc"], "outputs": ["3"]},
+            0.0,
+            1.0,
+        ),
         ("print(open(0).read())", {"inputs": ["abc"], "outputs": ["abc"]}, 0.0, 1.0),
-        ("print(*sorted(input().split()))", {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2}, 1, 10 / 12),
+        (
+            "print(*sorted(input().split()))",
+            {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2},
+            1,
+            10 / 12,
+        ),
         ("print(sqrt(int(input())))", {"inputs": ["4"], "outputs": ["2.0"]}, 1.0, 1.0),
     ):
         assert prime_code.score(fenced(source), tests).value == value, source
         if robust is not None:
-            assert prime_code.score(fenced(source), tests, {}, "robust").value == pytest.approx(robust), source
+            assert prime_code.score(fenced(source), tests, {}, "robust").value == pytest.approx(
+                robust
+            ), source
 
 
 # --- configuration
@@ -155,11 +203,17 @@ def configured(*overrides):
 
 def test_the_configuration_reaches_the_scorers():
     reward = configured("reward_model.sandbox.timeout_s=2", "reward_model.reward_manager=prime")
-    sandbox = {"allow_unisolated": False, "timeout_s": 2.0, "memory_limit_mb": 1024, "total_timeout_s": 8.0}
+    sandbox = {
+        "allow_unisolated": False,
+        "timeout_s": 2.0,
+        "memory_limit_mb": 1024,
+        "total_timeout_s": 8.0,
+    }
     assert scorer_options(reward) == {"prime_code": {"sandbox": sandbox}}
     json.dumps(scorer_options(reward))  # they are sent to workers
     reward = configured(
-        "reward_model.sandbox_fusion.url=http://h/run_code", "reward_model.sandbox_fusion.max_concurrent=3"
+        "reward_model.sandbox_fusion.url=http://h/run_code",
+        "reward_model.sandbox_fusion.max_concurrent=3",
     )
     fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
     assert fusion == {"url": "http://h/run_code", "max_concurrent": 3}

@@ -18,7 +18,9 @@ NUMBER = r"(Integer|Float) ?\('?[\d.]+'? ?\)"  # what math-verify may let sympy 
 
 def pairs(text: str) -> list[tuple[str, str]]:
     """Read ``one ~ other`` a line, or several a line between semicolons."""
-    every = [each for line in text.splitlines() for each in re.split(r"\s+;\s+", line) if each.strip()]
+    every = [
+        each for line in text.splitlines() for each in re.split(r"\s+;\s+", line) if each.strip()
+    ]
     return [tuple(side.strip() for side in each.split(" ~ ")) for each in every]
 
 
@@ -79,29 +81,45 @@ def test_the_same_in_another_spelling_and_what_is_not_the_same():
 def test_the_robust_readers_on_the_published_pairs(reader):
     wrong = list(scorers.mistakes(reader, scorers.READERS[reader]["robust"]))
     size = sum(row["reader"] == reader for row in scorers.pairs())
-    assert [row for row, said in wrong if said] == []  # a right one that is wrong trains a policy to write it
+    # A right one that is wrong trains a policy to write it
+    assert [row for row, said in wrong if said] == []
     assert len(wrong) <= 0.02 * size, wrong
 
 
 def test_the_robust_scorers_find_an_answer_and_compare_it_by_value():
     for one, other in WRITTEN:
         assert equivalent(one, other) and equivalent(other, one), (one, other)
-        assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0, (one, other)
+        assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0, (
+            one,
+            other,
+        )
         assert math_dapo.score(f"**Answer:** {one}", other, {}, "robust").acc == 1.0, (one, other)
-        assert prime_math.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0, (one, other)
+        assert prime_math.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0, (
+            one,
+            other,
+        )
     deep = [f"{'(1,' * 400}{end}{')' * 400}" for end in "23"]
     for one, other in [*UNLIKE, tuple(deep)]:
         assert not equivalent(one, other) and not equivalent(other, one), (one, other)
-        assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 0.0, (one, other)
+        assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 0.0, (
+            one,
+            other,
+        )
 
 
 def test_the_scorers_compare_by_math_verify_where_they_are_told():
     for one, other in VERIFIED:
         assert math_verify_equal(one, other), (one, other)
         for module in (math_reward, prime_math):
-            assert module.score(f"so \\boxed{{{one}}}", other, {}, "math_verify").acc == 1.0, (module, one)
+            assert module.score(f"so \\boxed{{{one}}}", other, {}, "math_verify").acc == 1.0, (
+                module,
+                one,
+            )
         assert math_dapo.score(f"**Answer:** {one}", other, {}, "math_verify").value == 1.0, one
-        assert geo3k.score(f"<think>t</think> \\boxed{{{one}}}", other, method="math_verify").value == 1.0, one
+        assert (
+            geo3k.score(f"<think>t</think> \\boxed{{{one}}}", other, method="math_verify").value
+            == 1.0
+        ), one
     assert math_reward.score("\\boxed{5²}", "52", {}, "robust").acc == 0.0
     assert math_dapo.score("Answer: 2½", "2.5", {}, "robust").acc == 1.0
     assert math_reward.score("\\boxed{x=5}", "5", {}, "robust").pred == "5"  # what maj@k votes on
@@ -115,19 +133,42 @@ def test_formulas_are_compared_exactly_where_they_can_be():
         assert same_value(one, other), (one, other)
     for one, other in pairs("-x^2 ~ (-x)^2 ; x+10^(-20) ~ x ; sqrt(x^2) ~ x"):
         assert not same_value(one, other), (one, other)
-    for broken in ("", "1+", "(1", "1)", "2**", "import", "!", "9^9^9^9", "1e99999", "10!!!", "x" * 600, "(" * 300):
+    for broken in (
+        "",
+        "1+",
+        "(1",
+        "1)",
+        "2**",
+        "import",
+        "!",
+        "9^9^9^9",
+        "1e99999",
+        "10!!!",
+        "x" * 600,
+        "(" * 300,
+    ):
         assert not same_value(broken, broken), broken
     assert ratio("2x-2y", "y-x") == -2 and ratio("x-5", "y-5") is None and ratio("0*x", "x") is None
 
 
 def test_no_text_is_evaluated_as_code(monkeypatch):
-    """sympy's parser evaluates: from here nothing reaches it but, through math-verify's grammar, numbers."""
+    """sympy's parser evaluates: from here nothing reaches it but, through math-verify's grammar,
+    numbers."""
     symbolic.warm_sympy()
     symbolic.warm_math_verify()
     evaluated, parse = [], sympy_parser.eval_expr
-    monkeypatch.setattr(sympy_parser, "eval_expr", lambda code, *rest: evaluated.append(code) or parse(code, *rest))
+    monkeypatch.setattr(
+        sympy_parser, "eval_expr", lambda code, *rest: evaluated.append(code) or parse(code, *rest)
+    )
     code = "__import__('os').system('true')"
-    for text in ("1+6+1", code, f"1+{code}", f"\\text{{{code}}}", f"\\frac{{1}}{{{code}}}", f"\\sqrt[{code}]{{2}}"):
+    for text in (
+        "1+6+1",
+        code,
+        f"1+{code}",
+        f"\\text{{{code}}}",
+        f"\\frac{{1}}{{{code}}}",
+        f"\\sqrt[{code}]{{2}}",
+    ):
         assert not same_formula(text, "7") and not math_verify_equal(text, "7")
     assert evaluated and all(re.fullmatch(NUMBER, each) for each in evaluated), evaluated
     evaluated.clear()
@@ -137,7 +178,8 @@ def test_no_text_is_evaluated_as_code(monkeypatch):
 
 def test_gsm8k_robust_reads_what_a_reader_would_and_is_not_generous():
     right = {
-        "72": "#### 72. ; #### $72 ; #### **72** ; ####72 ; #### 72.0 ; #### +72 ; #### \uff17\uff12 ; "
+        "72": "#### 72. ; #### $72 ; #### **72** ; ####72 ; #### 72.0 ; #### +72 ; #### "
+        "\uff17\uff12 ; "
         "#### \\boxed{72} ; It is \u2014 in all \u2014 72",
         "-5": "#### \u22125 ; #### - 5 ; #### -$5",
         "5": "that is 7 - 2 = 5 ; #### 7 - 2 = 5 ; from 3\u20135 ; The area is 5 m\u00b2",
@@ -156,7 +198,18 @@ def test_gsm8k_robust_reads_what_a_reader_would_and_is_not_generous():
             assert gsm8k.score(response, gold, {}, "robust").acc == 1.0, (response, gold)
     assert gsm8k.score("#### 72" + " " * 400, 72, {}, "robust").acc == 1.0
     for response, gold in (
-        *(("#### 7", "72"), ("#### 72\n#### 1", "72"), ("#### -72", "72"), ("#### 7.2", "72"), ("#### 3/4", "3")),
-        *(("#### 10 20", "20"), ("The area is 5 m^2", "2"), ("#### 0.5%", "0.5"), ("#### 7 - 2 = 5", "7")),
+        *(
+            ("#### 7", "72"),
+            ("#### 72\n#### 1", "72"),
+            ("#### -72", "72"),
+            ("#### 7.2", "72"),
+            ("#### 3/4", "3"),
+        ),
+        *(
+            ("#### 10 20", "20"),
+            ("The area is 5 m^2", "2"),
+            ("#### 0.5%", "0.5"),
+            ("#### 7 - 2 = 5", "7"),
+        ),
     ):
         assert gsm8k.score(response, gold, {}, "robust").acc == 0.0, (response, gold)

@@ -1,4 +1,5 @@
-"""What every client of a server relies on: a wait that the server names, one deadline an attempt, an end."""
+"""What every client of a server relies on: a wait that the server names, one deadline an attempt,
+an end."""
 
 import concurrent.futures
 import threading
@@ -6,7 +7,13 @@ import time
 
 import pytest
 
-from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed, retry_after_seconds
+from reward_scores.http_client import (
+    HttpClient,
+    HttpOptions,
+    Reply,
+    RequestFailed,
+    retry_after_seconds,
+)
 from tests.search import misbehaving, reply
 
 

@@ -1,4 +1,5 @@
-"""Programs that try to get out, to stay, to use up the machine, or to pass a test that they do not pass."""
+"""Programs that try to get out, to stay, to use up the machine, or to pass a test that they do not
+pass."""
 
 from __future__ import annotations
 
@@ -78,10 +79,12 @@ ESCAPES = {  # beside the ways of sandbox_probe.py
     "reads its own mounts": f"open('/proc/self/mounts').read(); {WON}",
     "kills everybody": f"import os; os.kill(-1, 9); {WON}",
     "has descriptors": (
-        "import os\ndef is_open(n):\n    try: return bool(os.fstat(n))\n    except OSError: return False\n"
+        "import os\ndef is_open(n):\n    try: return bool(os.fstat(n))\n    except OSError: "
+        "return False\n"
         f"if any(is_open(n) for n in range(3, 1000)): {WON}"
     ),
-    "writes to the library": f"import os; open(os.path.dirname(os.__file__) + '/escape.py', 'w').write('x'); {WON}",
+    "writes to the library": f"import os; open(os.path.dirname(os.__file__) + '/escape.py', "
+    f"'w').write('x'); {WON}",
     "finds files where it is": f"import os\nif os.listdir('.'): {WON}",
 }
 
@@ -95,17 +98,31 @@ def test_no_way_out(box):
 
 USING_UP = {
     "loops for ever": ("while True: pass", "timeout"),
-    "closes its output and stays": ("import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)", "timeout"),
-    "ignores signals": (
-        "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(99)",
+    "closes its output and stays": (
+        "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)",
         "timeout",
     ),
-    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
-    "threads": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", None),
+    "ignores signals": (
+        "import signal, time\nfor n in (1, 2, 15): signal.signal(n, "
+        "signal.SIG_IGN)\ntime.sleep(99)",
+        "timeout",
+    ),
+    "fork bomb": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "timeout",
+    ),
+    "threads": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
+        "args=(99,)).start()",
+        None,
+    ),
     "prints for ever": ("while True: print('x' * 1000)", "output"),
     "takes all memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "error"),
     "writes without end": ("f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 16))", "error"),
-    "recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return repr([f]) + f([x])\nf(1)", None),
+    "recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return repr([f]) + f([x])\nf(1)",
+        None,
+    ),
     "crashes": ("import ctypes; ctypes.string_at(0)", "error"),
     "hard exit": ("import os; os._exit(4)", "error"),
 }
@@ -131,10 +148,15 @@ ORDINARY = {
         "20000\n",
     ),
     "exit 0": ("print(1)\nexit = __import__('sys').exit\nexit(0)", "", "1\n"),
-    "at exit": ("import atexit\natexit.register(lambda: print('end'))\nprint('start')", "", "start\nend\n"),
+    "at exit": (
+        "import atexit\natexit.register(lambda: print('end'))\nprint('start')",
+        "",
+        "start\nend\n",
+    ),
     "unicode": ("print('\u00e9' + input())", "\u4e2d", "\u00e9\u4e2d\n"),
     "library": (
-        "import heapq, decimal, fractions, bisect, itertools, zoneinfo, sqlite3\nprint(decimal.Decimal(1))",
+        "import heapq, decimal, fractions, bisect, itertools, zoneinfo, "
+        "sqlite3\nprint(decimal.Decimal(1))",
         "",
         "1\n",
     ),
@@ -173,13 +195,16 @@ def test_a_killed_scorer_leaves_nothing(how):
     scorer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE)
     scorer.stdout.readline()
     deadline = time.monotonic() + 20
-    while len(below := descendants(scorer.pid)) < 3 and time.monotonic() < deadline:  # launcher, first process, program
+    # Launcher, first process, program
+    while len(below := descendants(scorer.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(below) == 3
     scorer.kill()
     scorer.wait()
     scorer.stdout.close()
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}/cmdline").exists() and alive(pid) for pid in below):
+    while time.monotonic() < deadline and any(
+        Path(f"/proc/{pid}/cmdline").exists() and alive(pid) for pid in below
+    ):
         time.sleep(0.01)
     assert not any(alive(pid) for pid in below)
 
@@ -200,27 +225,45 @@ def test_a_sandbox_that_dies_is_an_error_and_no_verdict(how):
 
 
 def test_without_isolation_no_program_runs(monkeypatch):
-    monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("none", False, ("namespaces: not permitted",)))
-    with pytest.raises(SandboxUnavailable, match="allow_unisolated=True.*namespaces: not permitted"):
+    monkeypatch.setattr(
+        sandbox, "isolation", lambda: Isolation("none", False, ("namespaces: not permitted",))
+    )
+    with pytest.raises(
+        SandboxUnavailable, match="allow_unisolated=True.*namespaces: not permitted"
+    ):
         Sandbox()
 
 
 @contextlib.contextmanager
 def targets():
-    """What the ways out of ``sandbox_probe.py`` try to reach: a file, sockets by port, path and name, and a process."""
+    """What the ways out of ``sandbox_probe.py`` try to reach: a file, sockets by port, path and
+    name, and a process."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        file, path, name = f"{folder}/secret", f"{folder}/socket", f"rlrepro-{os.getpid()}-{os.urandom(8).hex()}"
+        file, path, name = (
+            f"{folder}/secret",
+            f"{folder}/socket",
+            f"rlrepro-{os.getpid()}-{os.urandom(8).hex()}",
+        )
         Path(file).write_text("secret", encoding="utf-8")
-        os.chmod(folder, 0o755)  # other users' programs may look: what keeps them out must be the sandbox
+        # Other users' programs may look: what keeps them out must be the sandbox
+        os.chmod(folder, 0o755)
         os.chmod(file, 0o666)
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         for address in (path, f"\0{name}"):
             stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(address)
         os.chmod(path, 0o666)
-        sleeps = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        sleeps = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE
+        )
         stack.callback(sleeps.communicate, b"\n")
-        yield {"file": file, "port": tcp.getsockname()[1], "path": path, "name": name, "pid": sleeps.pid}
+        yield {
+            "file": file,
+            "port": tcp.getsockname()[1],
+            "path": path,
+            "name": name,
+            "pid": sleeps.pid,
+        }
 
 
 def reached(how: Isolation) -> list[str]:
@@ -235,7 +278,9 @@ def reached(how: Isolation) -> list[str]:
 
 def test_every_way_out_is_shut_and_is_open_where_nothing_holds_a_program():
     everything = reached(Isolation("none", False))
-    assert {"files outside", "network", "signals", "signals by descriptor", "priorities"} <= set(everything)
+    assert {"files outside", "network", "signals", "signals by descriptor", "priorities"} <= set(
+        everything
+    )
     assert len(everything) > 40 and sandbox.probe(Isolation("none", False), escapes=False) == ""
     assert "sockets" in sandbox.probe(Isolation("none", False))
     assert reached(sandbox.isolation()) == []

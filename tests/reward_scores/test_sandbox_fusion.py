@@ -44,8 +44,18 @@ def test_programs_run_on_the_server(url):
 
 
 def test_what_the_server_is_sent(server):
-    check(Server(server.url, memory_limit_mb=123, timeout=7), "print(input())", {"inputs": ["x"], "outputs": ["x"]})
-    sent = {"compile_timeout": 7, "run_timeout": 7, "code": "print(input())", "stdin": "x", "memory_limit_MB": 123}
+    check(
+        Server(server.url, memory_limit_mb=123, timeout=7),
+        "print(input())",
+        {"inputs": ["x"], "outputs": ["x"]},
+    )
+    sent = {
+        "compile_timeout": 7,
+        "run_timeout": 7,
+        "code": "print(input())",
+        "stdin": "x",
+        "memory_limit_MB": 123,
+    }
     assert server.requests == [{**sent, "language": "python", "files": {}, "fetch_files": []}]
 
 
@@ -54,7 +64,9 @@ def test_a_program_that_uses_up_its_answers_time_is_wrong(server, monkeypatch):
     monkeypatch.setattr(sandbox_fusion, "ANSWER_SPARE_S", 29.0)  # a busy machine answers late, too
     monkeypatch.setattr(sandbox_fusion, "SPARE_SHARE", 29 / 30)
     begun, options = time.monotonic(), {"url": url, "total_timeout_s": 30.0, "max_concurrent": 1}
-    slow = sandbox_fusion.score(fenced("import time\ntime.sleep(99)"), SUM, method="robust", **options)
+    slow = sandbox_fusion.score(
+        fenced("import time\ntime.sleep(99)"), SUM, method="robust", **options
+    )
     assert (slow.status, slow.value, slow.parts["timeout"]) == (ScoreStatus.WRONG, 0.0, 1.0)
     assert time.monotonic() - begun < 30 and server.requests[-1]["run_timeout"] <= 1
     monkeypatch.setattr(sandbox_fusion, "LARGEST_REPLY", 10_000)
@@ -63,10 +75,19 @@ def test_a_program_that_uses_up_its_answers_time_is_wrong(server, monkeypatch):
 
 
 def test_functions_are_called_on_the_server(url):
-    tests = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"], "outputs": ["3", "ab", "[1, 2]"]}
-    for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
+    tests = {
+        "fn_name": "add",
+        "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"],
+        "outputs": ["3", "ab", "[1, 2]"],
+    }
+    for source in (
+        "def add(a, b): return a + b",
+        "class Solution:\n    def add(self, a, b): return a + b",
+    ):
         assert sandbox_fusion.score(fenced(source), tests, url=url).value == 1
-    assert sandbox_fusion.score(fenced("def add(a, b): return 3"), tests, url=url).value == pytest.approx(1 / 3)
+    assert sandbox_fusion.score(
+        fenced("def add(a, b): return 3"), tests, url=url
+    ).value == pytest.approx(1 / 3)
 
 
 def test_a_gateway_timeout_is_tried_again(monkeypatch):
@@ -107,7 +128,8 @@ def test_the_reply_is_bounded(monkeypatch):
     with serve([SUCCESS] * 3) as server:
         assert check(Server(server.url), "", one) == ([(True, "success")], [])
         monkeypatch.setattr(sandbox_fusion, "LARGEST_REPLY", 10)
-        assert check(Server(server.url), "", one) == ([(-2, "runtime_error")], [])  # what was printed is most of it
+        # What was printed is most of it
+        assert check(Server(server.url), "", one) == ([(-2, "runtime_error")], [])
 
 
 def test_as_many_requests_at_a_time_as_allowed(server):

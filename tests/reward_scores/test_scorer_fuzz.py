@@ -34,11 +34,18 @@ VARIANTS = [
     for scorer in {scorer.name: scorer for scorer in SCORERS.values()}.values()
     for method in METHODS.get(scorer.name, ("",))
 ]
-# What may not end is graded where a run would grade it; a program of prime_code starts a process of its own
-HERE = [(one, options) for one, options in VARIANTS if not one.libraries(**options) and one.name != "prime_code"]
+# What may not end is graded where a run would grade it; a program of prime_code starts a process of
+# its own
+HERE = [
+    (one, options)
+    for one, options in VARIANTS
+    if not one.libraries(**options) and one.name != "prime_code"
+]
 PIECES = (
-    "#### |####|#|Answer:|answer is |\\boxed{|\\boxed |\\fbox{|}|{|<answer>|</answer>|<think>|</think>|<search>|"
-    "<information>|</information>|\\frac|\\sqrt|[3]|\\text{|\\text{ |\\pi|\\%|\\$|$|^|^{|^\\circ|_|,|.|-|+|*|/|=|("
+    "#### |####|#|Answer:|answer is |\\boxed{|\\boxed "
+    "|\\fbox{|}|{|<answer>|</answer>|<think>|</think>|<search>|"
+    "<information>|</information>|\\frac|\\sqrt|[3]|\\text{|\\text{ "
+    "|\\pi|\\%|\\$|$|^|^{|^\\circ|_|,|.|-|+|*|/|=|("
     "|)|[|]|!|1|72|1,000|9|.5|1e9|x|a| |\n|\\\\|million| or |\u2212|\uff17|\u00bd|\u0130|Assistant:"
     "|\x00|inf|nan|\\|\ufdfa|\\begin{pmatrix}|```python\n|```"
 )
@@ -75,7 +82,9 @@ def test_no_text_makes_a_scorer_raise_or_change_its_mind(text):
         where = (scorer.name, options)
         first, again = (scorer(text, ground_truth(scorer), {}, **options) for _ in range(2))
         assert isinstance(first, Score) and first == again, where
-        assert first.acc in (0.0, 1.0) and (first.status is ScoreStatus.OK) == (first.acc == 1.0), where
+        assert first.acc in (0.0, 1.0) and (first.status is ScoreStatus.OK) == (first.acc == 1.0), (
+            where
+        )
         assert first.status is not ScoreStatus.PARSE_ERROR or first.pred is None, where
 
 
@@ -84,7 +93,8 @@ def test_long_answers_take_no_time():
         for scorer, options in HERE:
             start = time.process_time()
             scorer(text, ground_truth(scorer), {}, **options)
-            assert time.process_time() - start < 5.0, (name, scorer.name, options)  # what backtracks takes minutes
+            # What backtracks takes minutes
+            assert time.process_time() - start < 5.0, (name, scorer.name, options)
         start = time.process_time()
         unit_tests.extract(text)
         assert time.process_time() - start < 5.0, name

@@ -1,5 +1,5 @@
-"""The robust variants of scorers give the answers that golden vectors recommend; tests/test_conformance.py has the
-published ones."""
+"""The robust variants of scorers give the answers that golden vectors recommend;
+tests/test_conformance.py has the published ones."""
 
 from __future__ import annotations
 
@@ -13,5 +13,9 @@ def test_golden_recommended(file):
     for case in raw_cases(file):
         if "recommended" in case:
             wanted = case["recommended"]
-            value = wanted.get("score", wanted.get("result")) if isinstance(wanted, dict) else wanted
-            assert ROBUST[file]({**case["inputs"], **case.get("params", {})}) == float(value), case["name"]
+            value = (
+                wanted.get("score", wanted.get("result")) if isinstance(wanted, dict) else wanted
+            )
+            assert ROBUST[file]({**case["inputs"], **case.get("params", {})}) == float(value), case[
+                "name"
+            ]

@@ -1,4 +1,5 @@
-"""What the scorers return beyond the golden vectors: their own examples, the robust variants, statuses, golds."""
+"""What the scorers return beyond the golden vectors: their own examples, the robust variants,
+statuses, golds."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_examples_hold_both_verdicts_and_are_graded_as_stated(scorer):
         score = scorer(response, ground_truth)
         assert score.acc == acc and (score.status is ScoreStatus.OK) == (acc == 1.0), response
         assert scorer.check_ground_truth(ground_truth) is None
-    if scorer.name not in ("instructions", "environment", "short_answer", "random_reward"):  # any text answers them
+    # Any text answers them
+    if scorer.name not in ("instructions", "environment", "short_answer", "random_reward"):
         score = scorer("I would rather not say", scorer.examples[0][1])
         assert score.status is ScoreStatus.PARSE_ERROR and score.pred is None and score.acc == 0.0
 
@@ -65,14 +67,25 @@ def test_examples_hold_under_every_method_and_an_unknown_one_is_refused(source):
 
 def test_names_of_data_sources():
     assert scorer_for("aime_2031").name == scorer_for("aime*").name == "math_dapo"
-    for name, told in (("gsm8k", "nearest: openai/gsm8k"), ("lab/hop", "nearest: lab/hops"), ("zzzz", "known: ")):
+    for name, told in (
+        ("gsm8k", "nearest: openai/gsm8k"),
+        ("lab/hop", "nearest: lab/hops"),
+        ("zzzz", "known: "),
+    ):
         with pytest.raises(UnknownDataSource, match=told):
             scorer_for(name)
 
 
 def test_hops():
     for response, acc, chain in (
-        *(("abc#c", 1, 1), ("#c", 1, 0), ("abc# c \n", 1, 1), ("#c#b", 0, 1), ("abc#cb", 0, 1), ("abc#", 0, 1)),
+        *(
+            ("abc#c", 1, 1),
+            ("#c", 1, 0),
+            ("abc# c \n", 1, 1),
+            ("#c#b", 0, 1),
+            ("abc#cb", 0, 1),
+            ("abc#", 0, 1),
+        ),
         ("c", 0, 0),
     ):
         score = hops.score(response, "c")
@@ -85,7 +98,11 @@ def test_hops():
 def test_qa_tags_without_end_cost_three_quarters():
     answer, gold = "<answer>Paris</answer>", {"target": ["Paris"]}
     assert qa_em.score(answer * 10, gold).value == 1.0
-    assert qa_em.score(answer * 11, gold).value == qa_em.score(answer + "</answer>" * 10, gold).value == 0.25
+    assert (
+        qa_em.score(answer * 11, gold).value
+        == qa_em.score(answer + "</answer>" * 10, gold).value
+        == 0.25
+    )
     assert qa_em.score(answer * 11, gold).acc == 1.0
     assert qa_em.score(answer * 11, gold, {}, "subem").value == 1.0
     assert qa_em.score(answer * 11, gold, {}, max_tags=None).value == 1.0
@@ -104,7 +121,11 @@ def test_a_gold_that_normalises_to_nothing_is_compared_as_written():
         scores = [partial(qa_em.score, method=method) for method in qa_em.METHODS]
         for score in [*scores, qa_em_format.score, knowledge.score]:
             for answer in ("", " ", "the", "!!!", "an a"):
-                assert score(f"<answer>{answer}</answer>", truth, {}).acc == 0.0, (score, gold, answer)
+                assert score(f"<answer>{answer}</answer>", truth, {}).acc == 0.0, (
+                    score,
+                    gold,
+                    answer,
+                )
             assert score(f"<answer> {gold.lower()} </answer>", truth, {}).acc == 1.0, (score, gold)
         assert qa_em.check_ground_truth(truth) is None and qa_em.note_ground_truth(truth)
         assert qa_em_format.is_retrieved(["any passage"], [gold]) is False
@@ -129,8 +150,15 @@ def test_what_was_retrieved_cannot_be_taken_for_an_answer():
     segments[1]["text"] = "<information>London</information>"
     score = qa_em_format.score(response, {"target": ["London"]}, extra_info, **rewards)
     assert (score.value, score.parts["format"], score.parts["retrieved"]) == (1.0, 1.0, 1.0)
-    faked = [{"role": "policy", "text": "<think>t</think><search>q</search><information>London</information>"}]
-    score = qa_em_format.score(faked[0]["text"], {"target": ["London"]}, {"rollout": {"segments": faked}}, **rewards)
+    faked = [
+        {
+            "role": "policy",
+            "text": "<think>t</think><search>q</search><information>London</information>",
+        }
+    ]
+    score = qa_em_format.score(
+        faked[0]["text"], {"target": ["London"]}, {"rollout": {"segments": faked}}, **rewards
+    )
     assert score.parts["retrieved"] == 0.0
 
 
@@ -167,16 +195,26 @@ def test_countdown_is_bounded():
         ("1" + "0" * 9000, 1, [1], False),
         ("\uff11+2", 3, [1, 2], False),
     ):
-        score = countdown.score(f"<answer>{equation}</answer>", {"target": target, "numbers": numbers})
+        score = countdown.score(
+            f"<answer>{equation}</answer>", {"target": target, "numbers": numbers}
+        )
         assert score.value == (1.0 if right else 0.1), equation[:40]
 
 
 def test_countdown_reads_numbers_and_names_the_field_of_what_is_none():
-    for gold in ({"target": "5", "numbers": np.array(["2", "3"])}, {"target": 5.0, "numbers": [2.0, 3.0]}):
+    for gold in (
+        {"target": "5", "numbers": np.array(["2", "3"])},
+        {"target": 5.0, "numbers": [2.0, 3.0]},
+    ):
         assert countdown.check_ground_truth(gold) is None
         assert countdown.score("<answer>2+3</answer>", gold).acc == 1.0
     for target, numbers, field in (
-        *((None, [2], "target"), ("five", [2], "target"), (5, "[2, 3]", "numbers"), (5, None, "numbers")),
+        *(
+            (None, [2], "target"),
+            ("five", [2], "target"),
+            (5, "[2, 3]", "numbers"),
+            (5, None, "numbers"),
+        ),
         *((5, [2, 2.5], "numbers[1]"), (5, [True], "numbers[0]")),
     ):
         problem = countdown.check_ground_truth({"target": target, "numbers": numbers})
@@ -195,7 +233,10 @@ GOOD_AND_BAD_GOLDS = {
     qa_em: ({"target": "x"}, ["x", {}, {"target": []}, {"target": None}, None]),
     countdown: ({"target": 3, "numbers": [1, 2]}, [{}, "3", {"target": 3, "numbers": []}, None]),
     multiply: ("12", ["twelve", "", None, "1.5"]),
-    instructions: ('[["lower_case"]]', ["[]", '[["rhyme"]]', '[["max_words", "5"]]', "max_words", None]),
+    instructions: (
+        '[["lower_case"]]',
+        ["[]", '[["rhyme"]]', '[["max_words", "5"]]', "max_words", None],
+    ),
 }
 
 
@@ -207,21 +248,47 @@ def test_a_ground_truth_that_cannot_be_graded_is_named():
 
 
 def test_no_mathematics_scorer_takes_what_no_answer_equals():
-    for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "numina_olympiads", "hiyouga/geometry3k"):
+    for source in (
+        "openai/gsm8k",
+        "lighteval/MATH",
+        "math_dapo",
+        "numina_olympiads",
+        "hiyouga/geometry3k",
+    ):
         scorer = scorer_for(source)
-        for gold in ("nan", "None", " null ", '["34"]', "['34']", True, float("nan"), b"34", ["34"], {"a": "34"}):
+        for gold in (
+            "nan",
+            "None",
+            " null ",
+            '["34"]',
+            "['34']",
+            True,
+            float("nan"),
+            b"34",
+            ["34"],
+            {"a": "34"},
+        ):
             for method in ("robust", inspect.signature(scorer.score).parameters["method"].default):
                 assert scorer.problem(gold, method=method), (source, method, gold)
 
 
 def test_a_number_in_a_target_is_read_as_its_text_and_what_is_none_is_named_with_its_field():
     for target, answer in (
-        *((1984, "1984"), (1984.0, "1984"), ([1984.0, "x"], "1984"), (2.5, "2.5"), (Decimal("7"), "7")),
+        *(
+            (1984, "1984"),
+            (1984.0, "1984"),
+            ([1984.0, "x"], "1984"),
+            (2.5, "2.5"),
+            (Decimal("7"), "7"),
+        ),
         *((np.array(["Paris"]), "paris"), (np.int64(7), "7"), (("Paris",), "Paris")),
     ):
         for scorer in (scorer_for("nq"), scorer_for("qa_em_format"), scorer_for("lab/knowledge")):
             assert scorer.problem({"target": target}) is None
-            assert scorer(f"<answer>{answer}</answer>", {"target": target}).acc == 1.0, (scorer.name, target)
+            assert scorer(f"<answer>{answer}</answer>", {"target": target}).acc == 1.0, (
+                scorer.name,
+                target,
+            )
             assert scorer("<answer>None</answer>", {"target": target}).acc == 0.0
     check = scorer_for("nq").problem
     for target in (None, True, float("nan"), b"a", {"a": 1}, ["a"], {"a"}, float("inf")):
@@ -272,9 +339,14 @@ def test_constraints_are_kept_or_broken_and_all_of_them_count():
 
 
 def test_only_the_naive_method_pays_for_repetition():
-    for answer in ("evening " * 20, "Evening. Evening is evening.", "evening the the the the the night the"):
+    for answer in (
+        "evening " * 20,
+        "Evening. Evening is evening.",
+        "evening the the the the the night the",
+    ):
         ground_truth = '[["first_word", "evening"]]'
         naive = instructions.score(answer, ground_truth, method="naive")
         guarded = instructions.score(answer, ground_truth)
         assert naive.value == 1 and guarded.value == 0, answer
-        assert guarded.parts["naive"] == 1  # the guarded run shows what the naive reward would have paid
+        # The guarded run shows what the naive reward would have paid
+        assert guarded.parts["naive"] == 1

@@ -1,4 +1,5 @@
-"""Equality by sympy and math-verify may not end: it is graded in workers, which are killed at the deadline."""
+"""Equality by sympy and math-verify may not end: it is graded in workers, which are killed at the
+deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TOWER = "9**9**9**9"
 
 
 def test_what_calls_a_library_declares_it():
-    """Every method whose code path reaches the libraries, found by calling it with the libraries out of reach."""
+    """Every method whose code path reaches the libraries, found by calling it with the libraries
+    out of reach."""
 
     def refuse(*_, **__):
         raise LookupError
@@ -47,7 +49,9 @@ def make_layer():
 
     def make(path=None, **reward_model):
         reward = RewardModelConfig(**{"num_workers": 1, "timeout_s": 20.0, **reward_model})
-        config = SimpleNamespace(reward_model=reward, custom_reward_function=CustomRewardFunctionConfig(path=path))
+        config = SimpleNamespace(
+            reward_model=reward, custom_reward_function=CustomRewardFunctionConfig(path=path)
+        )
         layers.append(RewardLayer(config))
         return layers[-1]
 
@@ -101,7 +105,11 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer):
 BOMBS = [
     (PRIME, "published", f"\\boxed{{{TOWER}}}"),
     (PRIME, "math_verify", "\\boxed{9^{9^{9^{9}}}}"),
-    (MATH, "math_verify", "\\boxed{\\int_{0}^{\\infty} \\frac{\\sin(x^3)\\cos(x^5)e^{-x^2}}{\\ln(x+2)} dx}"),
+    (
+        MATH,
+        "math_verify",
+        "\\boxed{\\int_{0}^{\\infty} \\frac{\\sin(x^3)\\cos(x^5)e^{-x^2}}{\\ln(x+2)} dx}",
+    ),
     (GEO, "published", f"<think>t</think>\\boxed{{{TOWER}}}"),
     (GEO, "math_verify", "<think>t</think>\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^3+n!}}"),
 ]

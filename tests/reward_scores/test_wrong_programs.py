@@ -1,4 +1,5 @@
-"""Programs that would rather have no score than a bad one: whatever they do, they are wrong, and in time."""
+"""Programs that would rather have no score than a bad one: whatever they do, they are wrong, and in
+time."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LONG = "x" * 400_000  # more than a pipe takes
 def wrong(source, tests, scorer=unit_tests, **options):
     """Check that the answer is wrong, within the time that an answer has.
 
-    On a busy machine a sandbox may take half of that time to start, which is an error: it is tried again.
+    On a busy machine a sandbox may take half of that time to start, which is an error: it is tried
+    again.
     """
     for left in (2, 1, 0):
         begun = time.monotonic()
@@ -72,10 +74,12 @@ ANYWHERE = {  # as a script, when it is loaded, and in a call
     "all memory": "x = []\nwhile True: x.append(bytearray(1 << 22))",
     "all threads": (
         "import threading, time\nwhile True:\n"
-        "    try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n    except RuntimeError: pass"
+        "    try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n    "
+        "except RuntimeError: pass"
     ),
     "garbage to every descriptor": (
-        "import os\nfor n in range(64):\n    try: os.write(n, b'\\xff[[[\\n\\n{}\\n' * 9)\n    except OSError: pass"
+        "import os\nfor n in range(64):\n    try: os.write(n, b'\\xff[[[\\n\\n{}\\n' * 9)\n    "
+        "except OSError: pass"
     ),
     "a flood": (
         "import os\nwhile True:\n    for n in (1, 4):\n"
@@ -100,12 +104,19 @@ FN = {"fn_name": "f", "inputs": [json.dumps(LONG), "1"], "outputs": ["1.5", '{"1
 
 
 def indented(source):
-    return "def f(x=None):\n" + "\n".join(f"    {line}" for line in source.split("\n")) + "\n    return 7"
+    return (
+        "def f(x=None):\n"
+        + "\n".join(f"    {line}" for line in source.split("\n"))
+        + "\n    return 7"
+    )
 
 
 def test_a_wrong_program_is_over_before_its_graders_deadline():
-    """What a grader's deadline ends has status timeout, which ``reward_model.on_error=mask`` takes out of the loss."""
-    reward = compose("grpo", ["reward_model.reward_manager=prime", "reward_model.timeout_s=2"]).reward_model
+    """What a grader's deadline ends has status timeout, which ``reward_model.on_error=mask`` takes
+    out of the loss."""
+    reward = compose(
+        "grpo", ["reward_model.reward_manager=prime", "reward_model.timeout_s=2"]
+    ).reward_model
     pool = GraderPool(Scorers(scorer_options(reward)), num_workers=1, timeout_s=reward.timeout_s)
     tests = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
     try:
@@ -132,11 +143,21 @@ def test_a_value_that_cannot_be_graded_is_wrong():
         for depth in DEPTHS if "WHAT" in source else (0,):
             program = indented(source.replace("WHAT", str(depth)))
             wrong(program, FN)
-            wrong(program, {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]}, prime_code, method="published")
+            wrong(
+                program,
+                {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]},
+                prime_code,
+                method="published",
+            )
 
 
 def test_a_text_that_the_parser_cannot_take_is_wrong():
-    for source in ("x = " + "-" * 200_000 + "1", "[" * 100_000, "a" + ".b" * 100_000, "(" * 99 + "{" * 99):
+    for source in (
+        "x = " + "-" * 200_000 + "1",
+        "[" * 100_000,
+        "a" + ".b" * 100_000,
+        "(" * 99 + "{" * 99,
+    ):
         wrong(source, {"inputs": ["1\n"], "outputs": ["3"]}, prime_code, method="published")
 
 

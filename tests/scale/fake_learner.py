@@ -1,6 +1,8 @@
-"""A learner rank of a run script on fake tensors: one of as many ranks as the script has, in this process.
+"""A learner rank of a run script on fake tensors: one of as many ranks as the script has, in this
+process.
 
-The code that runs is that of ``core.cluster.fsdp`` and ``core.learner``. The list below says what is replaced.
+The code that runs is that of ``core.cluster.fsdp`` and ``core.learner``. The list below says what
+is replaced.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ from tests.padded import batch_of_padded
 from tests.scale.meter import GPU, HOST, Meter
 
 # What is replaced, and is not as on a GPU:
-# - Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.
-# - What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.
-# - Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.
+# - Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are
+# left out.
+# - What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges
+# nothing.
+# - Indices of tokens and the cutting into passes are computed with real numbers, because shapes
+# follow from them.
 # - Attention is `varlen_attn`, as on a GPU.
-# - DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.
+# - DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not
+# counted.
 # - The head's chunks are as large as on a GPU of 64 GiB or more.
 # - Of the head's chunks the first, second and last run.
 # - What DTensor computes to learn shapes is not counted: no rank allocates it.
@@ -46,8 +52,16 @@ from tests.scale.meter import GPU, HOST, Meter
 def config_of(script: Script, shape: Shape, layers: int, folder: Path) -> Config:
     """Return the script's configuration with a model of its shape and so many layers."""
     fields = {
-        **{"hidden_size": shape.hidden, "num_hidden_layers": layers, "intermediate_size": shape.mlp},
-        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab},
+        **{
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": layers,
+            "intermediate_size": shape.mlp,
+        },
+        **{
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "vocab_size": shape.vocab,
+        },
         **{"tie_word_embeddings": shape.tied, "max_position_embeddings": 2**17},
     }
     kind = ("qwen2", "Qwen2ForCausalLM") if shape.bias else ("llama", "LlamaForCausalLM")
@@ -89,7 +103,8 @@ class RanksAlone(fsdp.ProcessRanks):
 
 @contextmanager
 def fake_rank(config: Config) -> Iterator[tuple[learner_rank.LearnerRank, Meter]]:
-    """Yield the policy of rank 0 on fake tensors, and the meter of what happens inside the block."""
+    """Yield the policy of rank 0 on fake tensors, and the meter of what happens inside the
+    block."""
     offloads = config.actor_rollout_ref.actor.fsdp_config.offload_policy
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, offloads)
@@ -99,7 +114,9 @@ def fake_rank(config: Config) -> Iterator[tuple[learner_rank.LearnerRank, Meter]
         stack.enter_context(fake)
         stack.enter_context(meter)
         with meter.at(HOST if offloads else GPU):
-            rank = learner_rank.LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=False)
+            rank = learner_rank.LearnerRank(
+                config, torch.device("cpu"), needs_ref=False, needs_critic=False
+            )
         yield rank, meter
 
 
@@ -120,7 +137,10 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
 
     fsdp_load = learner.load_policy
     yield "core.learner.learner.load_policy", load
-    yield "core.learner.learner.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
+    yield (
+        "core.learner.learner.add_adapters",
+        lambda module, *_: module and real(add_adapters)(module, *_),
+    )
     yield "core.cluster.learner_rank.fill", lambda *_, **__: None
     yield "core.cluster.split_layers.split_layers", real(split_layers)
     yield "core.cluster.learner_rank.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
@@ -130,11 +150,15 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     for check in ("check_head", "check_packing"):
         yield f"core.learner.passes.{check}", lambda model: None
     yield "core.algorithm.checks.require", lambda *_: None
-    yield "core.learner.passes.can_share", lambda module: False  # which tokens are alike is in no fake tensor
+    # Which tokens are alike is in no fake tensor
+    yield "core.learner.passes.can_share", lambda module: False
     for method in ("padded", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
     yield "core.learner.learner.split_zero_gradient", real(learner.split_zero_gradient)
-    yield "core.learner.passes.LearnerModel.micro_batches_of_rank", real(passes.LearnerModel.micro_batches_of_rank)
+    yield (
+        "core.learner.passes.LearnerModel.micro_batches_of_rank",
+        real(passes.LearnerModel.micro_batches_of_rank),
+    )
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.passes.forward_inputs", real(packing.forward_inputs)
     yield "core.learner.packing._by_length", packing._varlen
@@ -148,8 +172,11 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
 add_adapters = learner.add_adapters
 
 
-def _few_chunks(chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:
-    """Return ``chunks`` without those between the second and the last, which take no more memory."""
+def _few_chunks(
+    chunks: Callable[[int, int], Iterator[slice]],
+) -> Callable[[int, int], Iterator[slice]]:
+    """Return ``chunks`` without those between the second and the last, which take no more
+    memory."""
 
     def few(total: int, rows: int) -> Iterator[slice]:
         parts = list(chunks(total, rows))
@@ -161,7 +188,10 @@ def _few_chunks(chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int,
 def full_batch(config: Config, sequences: int) -> TrainBatch:
     """Return one optimizer step of sequences of full length, answers too."""
     with unset_fake_temporarily():
-        prompt, length = config.data.max_prompt_length, config.data.max_prompt_length + config.data.max_response_length
+        prompt, length = (
+            config.data.max_prompt_length,
+            config.data.max_prompt_length + config.data.max_response_length,
+        )
         written = (torch.arange(length) >= prompt).repeat(sequences, 1)
         every, ones = torch.ones(sequences, length), torch.ones(sequences)
         fields = ("rollout_log_probs", "old_log_probs", "ref_log_prob")

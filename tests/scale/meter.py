@@ -1,8 +1,9 @@
 """What one rank allocates and exchanges, counted at every operation on fake tensors.
 
-A fake tensor has a shape, a type and a storage of known size, but no numbers: a learner of any size runs on a laptop.
-The meter stands below autograd and DTensor and sees operations on the rank's own tensors only. Tensors that are not
-fake (token ids, masks) are computed with, because shapes follow from their values.
+A fake tensor has a shape, a type and a storage of known size, but no numbers: a learner of any size
+runs on a laptop. The meter stands below autograd and DTensor and sees operations on the rank's own
+tensors only. Tensors that are not fake (token ids, masks) are computed with, because shapes follow
+from their values.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 GPU, HOST = "gpu", "host"
-# Bytes of a collective are those of its largest tensor: the whole one of all ranks in a gather or a reduction, what a
-# rank holds in an all-to-all.
+# Bytes of a collective are those of its largest tensor: the whole one of all ranks in a gather or a
+# reduction, what a rank holds in an all-to-all.
 COLLECTIVES = {
     "c10d._allgather_base_": "all-gather",
     "c10d._reduce_scatter_base_": "reduce-scatter",
     "_dtensor.shard_dim_alltoall": "all-to-all",
-    "_c10d_functional.all_gather_into_tensor": "gather of a weight",  # outside of FSDP2: DTensor.full_tensor
+    # Outside of FSDP2: DTensor.full_tensor
+    "_c10d_functional.all_gather_into_tensor": "gather of a weight",
 }
 REDUCE_SCATTER, ALL_TO_ALL = "c10d._reduce_scatter_base_", "_dtensor.shard_dim_alltoall"
 
@@ -83,7 +85,8 @@ class Meter(TorchDispatchMode):
             self._resize(storage, size)
             self._see(storage)
 
-        torch.UntypedStorage.resize_ = resize_  # FSDP2 frees gathered weights by it, which is no operation
+        # FSDP2 frees gathered weights by it, which is no operation
+        torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -102,7 +105,9 @@ class Meter(TorchDispatchMode):
         entry.bytes = size
         self.peak[entry.place] = max(self.peak[entry.place], self.now[entry.place])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # DTensor first turns it into operations on local tensors
@@ -110,7 +115,8 @@ class Meter(TorchDispatchMode):
         if given and not any(isinstance(one, FakeTensor) or one.is_meta for one in given):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:  # item(): any number serves, a metric or a norm
+        # item(): any number serves, a metric or a norm
+        if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], _numbers(args[1]))
@@ -118,11 +124,14 @@ class Meter(TorchDispatchMode):
         name = str(func).rpartition(".")[0]
         if self.place is None or (isinstance(out, FakeTensor) and out.fake_mode is not self.fake):
             return out
-        if name == ALL_TO_ALL:  # its fake implementation returns a view of a tensor that the real one never makes
+        # Its fake implementation returns a view of a tensor that the real one never makes
+        if name == ALL_TO_ALL:
             out = out.clone()
         if kind := COLLECTIVES.get(name):
             self.calls[kind] += 1
-            self.sent[kind] += max(one.nbytes for one in tree_iter((args, out)) if isinstance(one, Tensor))
+            self.sent[kind] += max(
+                one.nbytes for one in tree_iter((args, out)) if isinstance(one, Tensor)
+            )
         if name == REDUCE_SCATTER and self.offloads:
             self.move(args[0], HOST)
         for one in tree_iter(out):
@@ -132,9 +141,14 @@ class Meter(TorchDispatchMode):
 
 
 def _numbers(index: list[Tensor | None]) -> list[Tensor | None]:
-    """Return an index without masks: how many elements a mask selects follows from its values, which are real."""
+    """Return an index without masks: how many elements a mask selects follows from its values,
+    which are real."""
     found: list[Tensor | None] = []
     with unset_fake_temporarily():
         for one in index:
-            found += one.nonzero(as_tuple=True) if one is not None and one.dtype == torch.bool else (one,)
+            found += (
+                one.nonzero(as_tuple=True)
+                if one is not None and one.dtype == torch.bool
+                else (one,)
+            )
     return found

@@ -1,4 +1,5 @@
-"""The plan's figures and the formulas of collectives against the real learner on fake ranks, and the meter itself."""
+"""The plan's figures and the formulas of collectives against the real learner on fake ranks, and
+the meter itself."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from results.reporting.run_scripts import read_script
 from tests.scale.meter import GPU, HOST, Meter
 from tests.scale.world import BOUND, ROOT, SCRIPTS, SYNC, world
 
-ESTIMATES = (LOG_PROBS, UPDATE, SYNC)  # peaks; what is no estimate is exact, but for the padding of shards
+# Peaks; what is no estimate is exact, but for the padding of shards
+ESTIMATES = (LOG_PROBS, UPDATE, SYNC)
 
 
 @pytest.mark.parametrize("path", SCRIPTS)

@@ -1,9 +1,10 @@
-"""BM25 (Robertson and Zaragoza 2009) by Lucene's formula, with bm25s: scores are computed when the index is built, so
-a query adds up a few columns of a matrix that stays on disk.
+"""BM25 (Robertson and Zaragoza 2009) by Lucene's formula, with bm25s: scores are computed when the
+index is built, so a query adds up a few columns of a matrix that stays on disk.
 
-Defaults are those of the published Lucene index: k1=0.9, b=0.4, English stop words, Porter's stemmer. Building is two
-passes: texts to numbers of stems (``stems.u32``, in chunks; an interrupted pass goes on at the last whole chunk), then
-the matrix, which takes about 45 bytes of memory for every different word of every passage.
+Defaults are those of the published Lucene index: k1=0.9, b=0.4, English stop words, Porter's
+stemmer. Building is two passes: texts to numbers of stems (``stems.u32``, in chunks; an interrupted
+pass goes on at the last whole chunk), then the matrix, which takes about 45 bytes of memory for
+every different word of every passage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _POSSESSIVE = re.compile(r"['\u2019]s\b")
 
 
 class Stems:
-    """A table from words to numbers of stems. ``grow``: a new stem gets the next number; otherwise it is left out."""
+    """A table from words to numbers of stems. ``grow``: a new stem gets the next number; otherwise
+    it is left out."""
 
     def __init__(self, stems: dict[str, int], grow: bool):
         import Stemmer
@@ -36,7 +38,8 @@ class Stems:
         self.numbers = stems
         self._stem = Stemmer.Stemmer("english").stemWord
         self._grow = grow
-        self._known: dict[str, int] = dict.fromkeys(STOPWORDS_EN, -1)  # word -> number, -1: left out
+        # Word -> number, -1: left out
+        self._known: dict[str, int] = dict.fromkeys(STOPWORDS_EN, -1)
 
     def __call__(self, text: str) -> list[int]:
         known, numbers = self._known, []
@@ -53,21 +56,29 @@ class Stems:
         number = self.numbers.get(stem, -1)
         if number < 0 and self._grow:
             number = self.numbers[stem] = len(self.numbers)
-        if len(self._known) < 1_000_000:  # a query may hold any text: what it leaves here is bounded
+        # A query may hold any text: what it leaves here is bounded
+        if len(self._known) < 1_000_000:
             self._known[word] = number
         return number
 
 
-def build_bm25(corpus: Corpus, folder: Path, progress: Callable[[str, int], Any] | None = None) -> dict[str, Any]:
-    """Build the index in ``folder`` and return its settings. It goes on where an earlier attempt stopped."""
+def build_bm25(
+    corpus: Corpus, folder: Path, progress: Callable[[str, int], Any] | None = None
+) -> dict[str, Any]:
+    """Build the index in ``folder`` and return its settings. It goes on where an earlier attempt
+    stopped."""
     import bm25s
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = _TokenFile(folder, corpus.hash)
     texts.fill(corpus, progress("reading", len(corpus)) if progress else no_progress)
     index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
-    documents = texts.documents(progress("counting, scoring", 3 * len(corpus)) if progress else no_progress)
-    index.scores = index.build_index_from_ids(list(range(len(texts.stems))), documents, show_progress=False)
+    documents = texts.documents(
+        progress("counting, scoring", 3 * len(corpus)) if progress else no_progress
+    )
+    index.scores = index.build_index_from_ids(
+        list(range(len(texts.stems))), documents, show_progress=False
+    )
     index.vocab_dict = texts.stems
     index.save(folder, show_progress=False)
     texts.remove()
@@ -85,13 +96,19 @@ class Bm25Retriever:
         index = bm25s.BM25.load(folder, mmap=mmap, load_corpus=False)
         scores = index.scores
         if scores["num_docs"] != len(corpus):
-            raise RetrievalError(f"{folder}: {scores['num_docs']} rows, the corpus has {len(corpus)}; build it again")
+            raise RetrievalError(
+                f"{folder}: {scores['num_docs']} rows, the corpus has {len(corpus)}; build it again"
+            )
         # np.asarray of a memory map is the same memory without the slow class
-        self._data, self._rows, self._starts = (np.asarray(scores[name]) for name in ("data", "indices", "indptr"))
+        self._data, self._rows, self._starts = (
+            np.asarray(scores[name]) for name in ("data", "indices", "indptr")
+        )
         self._stems = Stems(index.vocab_dict, grow=False)
         self._corpus = corpus
         self.corpus_hash = corpus.hash
-        self.fingerprint = fingerprint(self.backend, corpus.hash, index.k1, index.b, len(index.vocab_dict))
+        self.fingerprint = fingerprint(
+            self.backend, corpus.hash, index.k1, index.b, len(index.vocab_dict)
+        )
 
     def __len__(self) -> int:
         return len(self._corpus)
@@ -109,7 +126,8 @@ class Bm25Retriever:
 
 
 def best_rows(scores_N: np.ndarray, topk: int) -> np.ndarray:
-    """Return the rows of the ``topk`` largest positive scores, best first, and the earlier row first where equal."""
+    """Return the rows of the ``topk`` largest positive scores, best first, and the earlier row
+    first where equal."""
     rows = np.flatnonzero(scores_N > 0)
     if topk < len(rows):
         least = np.partition(scores_N[rows], len(rows) - topk)[len(rows) - topk]
@@ -118,7 +136,8 @@ def best_rows(scores_N: np.ndarray, topk: int) -> np.ndarray:
 
 
 class _TokenFile:
-    """The corpus as numbers of stems, in three files that only ever grow, and how much of them is whole."""
+    """The corpus as numbers of stems, in three files that only ever grow, and how much of them is
+    whole."""
 
     def __init__(self, folder: Path, corpus_hash: str):
         self._progress = folder / "reading.json"
@@ -135,7 +154,9 @@ class _TokenFile:
             known = len(self.stems)
             texts = [stems(text) for text in corpus.contents(start, stop)]
             words = list(itertools.islice(self.stems, known, None))
-            self._append("stems", np.fromiter(itertools.chain.from_iterable(texts), np.uint32).tobytes())
+            self._append(
+                "stems", np.fromiter(itertools.chain.from_iterable(texts), np.uint32).tobytes()
+            )
             self._append("lengths", np.array([len(text) for text in texts], np.uint32).tobytes())
             self._append("words", "".join(json.dumps(word) + "\n" for word in words).encode())
             sizes = {name: path.stat().st_size for name, path in self._files.items()}

@@ -1,4 +1,5 @@
-"""Build an index folder from a corpus. A second call goes on where the first stopped and keeps what is finished.
+"""Build an index folder from a corpus. A second call goes on where the first stopped and keeps what
+is finished.
 
 The command line is ``cli.py``; opening a finished folder to search it is ``opening.py``.
 """
@@ -10,11 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.search_r1.index.corpus import ABOUT, Corpus, Progress, no_progress, read_json, scan, write_json
+from recipes.search_r1.index.corpus import (
+    ABOUT,
+    Corpus,
+    Progress,
+    no_progress,
+    read_json,
+    scan,
+    write_json,
+)
 from recipes.search_r1.index.opening import BUILT
 from recipes.search_r1.index.passages import DENSE, RetrievalError
 
-Report = Callable[[str, int], Progress]  # (what begins, how many rows it has) -> called with rows done
+# (what begins, how many rows it has) -> called with rows done
+Report = Callable[[str, int], Progress]
 
 
 def silent(_: str, __: int) -> Progress:
@@ -35,21 +45,28 @@ def build_index(
         encoder: an ``Encoder``, for flat, hnsw and ivf.
         lists: inverted lists of ivf.
 
-    Raises RetrievalError for a bad corpus line, and where the folder holds another corpus or encoder.
+    Raises RetrievalError for a bad corpus line, and where the folder holds another corpus or
+    encoder.
     """
     source, folder = Path(corpus).expanduser(), Path(folder).expanduser()
     unknown = set(backends) - {"bm25", *DENSE}
     if unknown:
-        raise RetrievalError(f"backend {', '.join(sorted(unknown))}: bm25, {', '.join(DENSE)} can be built")
+        raise RetrievalError(
+            f"backend {', '.join(sorted(unknown))}: bm25, {', '.join(DENSE)} can be built"
+        )
     if encoder is None and set(backends) & set(DENSE):
         raise RetrievalError("a dense index needs an encoder (--encoder)")
     passages = _scanned(source, folder, report)
     built = read_json(folder / BUILT) if (folder / BUILT).exists() else {"backends": {}}
     for backend in backends:
-        wanted = {"corpus": passages.hash} | ({} if backend == "bm25" else {"encoder": encoder.settings.as_dict()})
+        wanted = {"corpus": passages.hash} | (
+            {} if backend == "bm25" else {"encoder": encoder.settings.as_dict()}
+        )
         if wanted.items() <= built["backends"].get(backend, {}).items():
             continue
-        built["backends"][backend] = wanted | _build(backend, passages, folder, encoder, lists, report)
+        built["backends"][backend] = wanted | _build(
+            backend, passages, folder, encoder, lists, report
+        )
         write_json(folder / BUILT, built)
     return built
 
@@ -63,7 +80,8 @@ def _scanned(source: Path, folder: Path, report: Report) -> Corpus:
 def _build(
     backend: str, corpus: Corpus, folder: Path, encoder: Any, lists: int | None, report: Report
 ) -> dict[str, Any]:
-    """Build one back end. Returns its settings and seconds, less those of encoding, which ``vectors.json`` holds."""
+    """Build one back end. Returns its settings and seconds, less those of encoding, which
+    ``vectors.json`` holds."""
     began = time.perf_counter()
     if backend == "bm25":
         from recipes.search_r1.index.bm25 import build_bm25

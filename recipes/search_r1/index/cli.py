@@ -1,11 +1,12 @@
 """Build an index that ``recipes/search_r1`` searches from a corpus of passages.
 
     python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl --index DIR --backend bm25
-    python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl.gz --index DIR --backend flat hnsw \
+    python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl.gz --index DIR --backend flat hnsw
+    \
         --encoder intfloat/e5-base-v2 --device cuda
 
-The corpus is a file of JSON lines ``{"id", "contents"}``, plain or gzip, and is read as a stream. A second call goes on
-where the first was interrupted, and adds back ends to the folder.
+The corpus is a file of JSON lines ``{"id", "contents"}``, plain or gzip, and is read as a stream. A
+second call goes on where the first was interrupted, and adds back ends to the folder.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.index.cli", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.search_r1.index.cli", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--corpus", required=True, help="The corpus, JSON lines of {id, contents}, plain or .gz.")
@@ -65,13 +68,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--encoder", help="The encoder of dense back ends: a folder, a hub id, or hashing:N.")
     add(
-        "--query-prefix", help='The text before a query (default: the model\'s own where it names one, else "query: ").'
+        "--query-prefix",
+        help="The text before a query (default: the model's own where it names "
+        'one, else "query: ").',
     )
-    add("--passage-prefix", help='The text before a passage (default: the model\'s own, else "passage: ").')
     add(
-        "--pooling", choices=("mean", "cls"), help="How token vectors become one (default: the model's own, else mean)."
+        "--passage-prefix",
+        help='The text before a passage (default: the model\'s own, else "passage: ").',
     )
-    add("--max-length", type=int, help="The tokens of a passage that are read (default: the model's own, else 256).")
+    add(
+        "--pooling",
+        choices=("mean", "cls"),
+        help="How token vectors become one (default: the model's own, else mean).",
+    )
+    add(
+        "--max-length",
+        type=int,
+        help="The tokens of a passage that are read (default: the model's own, else 256).",
+    )
     add("--device", default="cpu", help="The device of the encoder (default %(default)s).")
     add(
         "--dtype",
@@ -79,7 +93,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="The encoder's number format (default: float32 on a CPU, else float16).",
     )
     add("--threads", type=int, help="The threads of the encoder on the CPU.")
-    add("--lists", type=int, help="The inverted lists of ivf (default: four times the root of the rows).")
+    add(
+        "--lists",
+        type=int,
+        help="The inverted lists of ivf (default: four times the root of the rows).",
+    )
     return parser.parse_args(argv)
 
 

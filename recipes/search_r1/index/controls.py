@@ -1,6 +1,7 @@
 """Retrievers that are controls of an experiment: passages that do not fit, and none.
 
-They show how much of a result is owed to the passages. No recipe trains with them unless its command names one.
+They show how much of a result is owed to the passages. No recipe trains with them unless its
+command names one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from recipes.search_r1.index.passages import Passage, fingerprint
 
 
 class ControlRetriever:
-    """A control: ``random`` finds passages unrelated to the query, the same ones for the same query; ``empty`` none."""
+    """A control: ``random`` finds passages unrelated to the query, the same ones for the same
+    query; ``empty`` none."""
 
     def __init__(self, corpus: Corpus, backend: str):
         self._corpus, self.backend = corpus, backend

@@ -1,8 +1,10 @@
-"""The passages: a file of JSON lines ``{"id", "contents"}``, read by row number from where it lies on disk.
+"""The passages: a file of JSON lines ``{"id", "contents"}``, read by row number from where it lies
+on disk.
 
-``scan`` goes over a corpus once, checks every line, and leaves in the index folder where each line begins
-(``offsets.npy``) and the file's SHA-256 (``corpus.json``). A gzip file cannot be read by row: it is unpacked into the
-index folder (``passages.jsonl``) on the way. The hash is that of the unpacked bytes, so both forms are one corpus.
+``scan`` goes over a corpus once, checks every line, and leaves in the index folder where each line
+begins (``offsets.npy``) and the file's SHA-256 (``corpus.json``). A gzip file cannot be read by
+row: it is unpacked into the index folder (``passages.jsonl``) on the way. The hash is that of the
+unpacked bytes, so both forms are one corpus.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from core.files import write_atomic
 from recipes.search_r1.index.passages import Passage, RetrievalError
 
 ABOUT, OFFSETS, UNPACKED, SEEN = "corpus.json", "offsets.npy", "passages.jsonl", "corpus_seen.json"
-Progress = Callable[[int], None]  # called with the number of rows (or bytes) done since the last call
+# Called with the number of rows (or bytes) done since the last call
+Progress = Callable[[int], None]
 
 
 def no_progress(_: int) -> None:
@@ -32,7 +35,8 @@ def no_progress(_: int) -> None:
 
 
 def scan(source: Path, folder: Path, progress: Progress = no_progress) -> dict[str, Any]:
-    """Check the corpus, write the files of ``Corpus`` into ``folder``, and return the content of ``corpus.json``.
+    """Check the corpus, write the files of ``Corpus`` into ``folder``, and return the content of
+    ``corpus.json``.
 
     Raises RetrievalError with the line's number where a line is not a passage.
     """
@@ -48,14 +52,21 @@ def scan(source: Path, folder: Path, progress: Progress = no_progress) -> dict[s
             offsets.append(offsets[-1] + len(line))
             progress(1)
     if len(offsets) == 1:
-        raise RetrievalError(f"{source}: the corpus has no line; give a file of {{id, contents}} lines")
+        raise RetrievalError(
+            f"{source}: the corpus has no line; give a file of {{id, contents}} lines"
+        )
     if packed:
         os.replace(part, folder / UNPACKED)
     with open(folder / f"{OFFSETS}.part", "wb") as file:
         np.save(file, np.frombuffer(offsets, np.uint64))
     os.replace(folder / f"{OFFSETS}.part", folder / OFFSETS)
     path = None if packed else str(source.resolve())
-    about = {"path": path, "rows": len(offsets) - 1, "bytes": offsets[-1], "sha256": digest.hexdigest()}
+    about = {
+        "path": path,
+        "rows": len(offsets) - 1,
+        "bytes": offsets[-1],
+        "sha256": digest.hexdigest(),
+    }
     write_json(folder / ABOUT, about)
     return about
 
@@ -63,8 +74,9 @@ def scan(source: Path, folder: Path, progress: Progress = no_progress) -> dict[s
 class Corpus:
     """The passages of a scanned corpus. ``hash`` is the SHA-256 of its (unpacked) file.
 
-    ``path`` is the file; without it, the one that was scanned. Raises RetrievalError where file and scan do not
-    belong together: the size is compared always, the hash once for every (path, size, modification time).
+    ``path`` is the file; without it, the one that was scanned. Raises RetrievalError where file and
+    scan do not belong together: the size is compared always, the hash once for every (path, size,
+    modification time).
     """
 
     def __init__(self, folder: Path, path: Path | None = None):
@@ -74,7 +86,9 @@ class Corpus:
         _same(self.path, about, folder)
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
         if len(self._offsets) - 1 != about["rows"]:
-            raise RetrievalError(f"{folder / OFFSETS}: {len(self._offsets) - 1} rows, {ABOUT} has {about['rows']}")
+            raise RetrievalError(
+                f"{folder / OFFSETS}: {len(self._offsets) - 1} rows, {ABOUT} has {about['rows']}"
+            )
         with open(self.path, "rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -88,7 +102,8 @@ class Corpus:
     def passages(self, rows: Sequence[int], scores: Sequence[float]) -> list[Passage]:
         found = [self.row(int(number)) for number in rows]
         return [
-            Passage(str(row["id"]), row["contents"], float(score)) for row, score in zip(found, scores, strict=True)
+            Passage(str(row["id"]), row["contents"], float(score))
+            for row, score in zip(found, scores, strict=True)
         ]
 
     def contents(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
@@ -98,7 +113,8 @@ class Corpus:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open the corpus for its lines. The published ``wiki-18.jsonl.gz`` is in fact a tar archive with one file."""
+    """Open the corpus for its lines. The published ``wiki-18.jsonl.gz`` is in fact a tar archive
+    with one file."""
     try:
         if path.suffix != ".gz":
             return open(path, "rb")
@@ -106,7 +122,9 @@ def _opened(path: Path) -> IO[bytes]:
             packed_twice = file.read(512)[257:262] == b"ustar"
         return _only_member(path) if packed_twice else gzip.open(path, "rb")
     except OSError as error:
-        raise RetrievalError(f"{path}: the corpus cannot be read ({error}); give the jsonl file") from error
+        raise RetrievalError(
+            f"{path}: the corpus cannot be read ({error}); give the jsonl file"
+        ) from error
 
 
 def _only_member(path: Path) -> IO[bytes]:
@@ -123,29 +141,43 @@ def _check(line: bytes, path: Path, number: int) -> None:
         row = json.loads(line)
         good = isinstance(row["contents"], str) and isinstance(row["id"], str | int)
     except (ValueError, KeyError, TypeError) as error:
-        raise RetrievalError(f"{path} line {number}: not {{id, contents}} ({error!r}); mend or remove it") from error
+        raise RetrievalError(
+            f"{path} line {number}: not {{id, contents}} ({error!r}); mend or remove it"
+        ) from error
     if not good:
-        raise RetrievalError(f"{path} line {number}: id must be text or a number, contents text; mend or remove it")
+        raise RetrievalError(
+            f"{path} line {number}: id must be text or a number, contents text; mend or remove it"
+        )
 
 
 def _file_of(about: dict[str, Any], folder: Path, given: Path | None) -> Path:
     if given is None:
         path = Path(about["path"]) if about["path"] else folder / UNPACKED
     else:  # a packed file was unpacked into the folder; that it is this one is told by its hash
-        path = folder / UNPACKED if given.suffix == ".gz" and (folder / UNPACKED).exists() else given
+        path = (
+            folder / UNPACKED if given.suffix == ".gz" and (folder / UNPACKED).exists() else given
+        )
         if path != given and _sha256(given) != about["sha256"]:
-            raise RetrievalError(f"{given}: not the corpus that {folder} was built from; build its index again")
+            raise RetrievalError(
+                f"{given}: not the corpus that {folder} was built from; build its index again"
+            )
     if not path.is_file():
-        raise RetrievalError(f"{path}: the corpus of {folder} is not there; name it with corpus= (--corpus)")
+        raise RetrievalError(
+            f"{path}: the corpus of {folder} is not there; name it with corpus= (--corpus)"
+        )
     return path
 
 
 def _same(path: Path, about: dict[str, Any], folder: Path) -> None:
-    """Check that the file is the one that was scanned. A file found equal is not read again until it changes."""
+    """Check that the file is the one that was scanned. A file found equal is not read again until
+    it changes."""
     other = f"not the corpus that {folder} was built from"
     status = path.stat()
     if status.st_size != about["bytes"]:
-        raise RetrievalError(f"{path}: {status.st_size} bytes, {about['bytes']} were indexed: {other}; build it again")
+        raise RetrievalError(
+            f"{path}: {status.st_size} bytes, {about['bytes']} were indexed: "
+            f"{other}; build it again"
+        )
     seen = {
         "path": str(path.resolve()),
         "bytes": status.st_size,
@@ -155,7 +187,9 @@ def _same(path: Path, about: dict[str, Any], folder: Path) -> None:
     if (folder / SEEN).exists() and read_json(folder / SEEN) == seen:
         return
     if _sha256(path) != about["sha256"]:
-        raise RetrievalError(f"{path}: the same size but other text: {other}; build its index again")
+        raise RetrievalError(
+            f"{path}: the same size but other text: {other}; build its index again"
+        )
     if os.access(folder, os.W_OK):
         write_json(folder / SEEN, seen)
 

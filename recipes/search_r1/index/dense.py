@@ -1,8 +1,10 @@
-"""Dense retrieval with faiss: exact search (flat), HNSW graphs (arXiv 1603.09320) and inverted lists (IVF).
+"""Dense retrieval with faiss: exact search (flat), HNSW graphs (arXiv 1603.09320) and inverted
+lists (IVF).
 
-Vectors have unit length and are compared by inner product. ``vectors.f32`` holds them row by row and is shared by the
-three; it is written in chunks, and an interrupted pass goes on at the last whole one. A published index, a faiss file
-made elsewhere over the same corpus, is searched the same way.
+Vectors have unit length and are compared by inner product. ``vectors.f32`` holds them row by row
+and is shared by the three; it is written in chunks, and an interrupted pass goes on at the last
+whole one. A published index, a faiss file made elsewhere over the same corpus, is searched the same
+way.
 """
 
 from __future__ import annotations
@@ -17,20 +19,31 @@ import numpy as np
 from core.files import replacing
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
-from recipes.search_r1.index.passages import Passage, RetrievalError, RetrieverOptions, fingerprint, id_order
+from recipes.search_r1.index.passages import (
+    Passage,
+    RetrievalError,
+    RetrieverOptions,
+    fingerprint,
+    id_order,
+)
 
 VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
 ADD = 65_536  # vectors given to faiss at a time
 HNSW_LINKS, HNSW_BUILD = 64, 200  # M of the published HNSW64; candidates while building
 ROUNDING = 1e-5  # between two float32 sums of the same product of unit vectors; 1e-7 is usual
-AGREE = 0.99  # cosine between a stored vector and the same passage encoded anew; half precision costs 1e-3
+# Cosine between a stored vector and the same passage encoded anew; half precision costs 1e-3
+AGREE = 0.99
 
 
-def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Progress = no_progress) -> np.ndarray:
-    """Return the vectors of the whole corpus: those in ``folder/vectors.f32``, to which missing ones are added.
+def encode_corpus(
+    corpus: Corpus, encoder: Encoder, folder: Path, progress: Progress = no_progress
+) -> np.ndarray:
+    """Return the vectors of the whole corpus: those in ``folder/vectors.f32``, to which missing
+    ones are added.
 
-    Shapes: [rows, dim], float32, memory-mapped. Raises RetrievalError where the file is another encoder's.
+    Shapes: [rows, dim], float32, memory-mapped. Raises RetrievalError where the file is another
+    encoder's.
     """
     about = {
         "corpus": corpus.hash,
@@ -46,10 +59,16 @@ def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Prog
         began = time.perf_counter() - seconds
         for start in range(done, len(corpus), CHUNK):
             stop = min(start + CHUNK, len(corpus))
-            file.write(encoder.encode(list(corpus.contents(start, stop)), encoder.settings.passage_prefix).tobytes())
+            file.write(
+                encoder.encode(
+                    list(corpus.contents(start, stop)), encoder.settings.passage_prefix
+                ).tobytes()
+            )
             file.flush()
             os.fsync(file.fileno())
-            write_json(folder / ABOUT, about | {"rows": stop, "seconds": time.perf_counter() - began})
+            write_json(
+                folder / ABOUT, about | {"rows": stop, "seconds": time.perf_counter() - began}
+            )
             progress(stop - start)
     return np.memmap(folder / VECTORS, np.float32, "r", shape=(len(corpus), encoder.dim))
 
@@ -63,13 +82,18 @@ def _encoded(folder: Path, about: dict[str, Any]) -> tuple[int, float]:
     if found != about:
         differs = [name for name in about if found.get(name) != about[name]]
         raise RetrievalError(
-            f"{folder / VECTORS}: made with another {', '.join(differs)}; use another --index folder, or remove it"
+            f"{folder / VECTORS}: made with another {', '.join(differs)}; use another --index "
+            f"folder, or remove it"
         )
     return rows, seconds
 
 
 def build_faiss(
-    backend: str, vectors: np.ndarray, path: Path, lists: int | None = None, progress: Progress = no_progress
+    backend: str,
+    vectors: np.ndarray,
+    path: Path,
+    lists: int | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Build ``flat``, ``hnsw`` or ``ivf``, write it to ``path``, and return its settings.
 
@@ -94,7 +118,9 @@ def build_faiss(
         index.add(np.ascontiguousarray(vectors[start : start + ADD]))
         progress(min(ADD, rows - start))
     if index.ntotal != rows:
-        raise RetrievalError(f"{path}: faiss holds {index.ntotal} of {rows} vectors; build it again")
+        raise RetrievalError(
+            f"{path}: faiss holds {index.ntotal} of {rows} vectors; build it again"
+        )
     with replacing(path) as partial:
         faiss.write_index(index, str(partial))
     return settings
@@ -104,7 +130,8 @@ class DenseRetriever:
     """A retriever that encodes the queries and searches a faiss index.
 
     Among passages of equal score a flat index finds those whose ids come first.
-    Raises RetrievalError where rows, dimensions or (``check_encoder``) the vectors of a few passages do not agree.
+    Raises RetrievalError where rows, dimensions or (``check_encoder``) the vectors of a few
+    passages do not agree.
     """
 
     def __init__(self, path: Path, corpus: Corpus, encoder: Encoder, options: RetrieverOptions):
@@ -112,10 +139,14 @@ class DenseRetriever:
         self._threads = options.threads
         self._corpus, self._encoder = corpus, encoder
         if self._index.ntotal != len(corpus):
-            raise RetrievalError(f"{path}: {self._index.ntotal} vectors, the corpus has {len(corpus)} rows: not a pair")
+            raise RetrievalError(
+                f"{path}: {self._index.ntotal} vectors, the corpus has "
+                f"{len(corpus)} rows: not a pair"
+            )
         if self._index.d != encoder.dim:
             raise RetrievalError(
-                f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} makes {encoder.dim}"
+                f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} "
+                f"makes {encoder.dim}"
             )
         settings = self._set_search(options.ef_search, options.nprobe)
         if options.check_encoder:
@@ -123,7 +154,8 @@ class DenseRetriever:
         if self.backend == "flat" and options.gpu and _gpus():
             self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
         on_cpu = self.backend == "flat" and not settings
-        self._vectors = _vectors(self._index) if on_cpu else None  # a view, which stays on disk where it is mapped
+        # A view, which stays on disk where it is mapped
+        self._vectors = _vectors(self._index) if on_cpu else None
         self.corpus_hash = corpus.hash
         encoded_by = encoder.settings.as_dict(), weights_hash(encoder.settings.model)
         self.fingerprint = fingerprint(self.backend, corpus.hash, *encoded_by, settings)
@@ -133,22 +165,31 @@ class DenseRetriever:
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
         search = self._search_flat if self.backend == "flat" else self.search
-        scores_NK, rows_NK = search(self._encoder.encode(queries, self._encoder.settings.query_prefix), topk)
-        return [self._found(rows, scores)[:topk] for rows, scores in zip(rows_NK, scores_NK, strict=True)]
+        scores_NK, rows_NK = search(
+            self._encoder.encode(queries, self._encoder.settings.query_prefix), topk
+        )
+        return [
+            self._found(rows, scores)[:topk]
+            for rows, scores in zip(rows_NK, scores_NK, strict=True)
+        ]
 
     def search(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
+        """Return inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk]
+        both."""
         import faiss
 
         if self._threads:
-            faiss.omp_set_num_threads(self._threads)  # of the thread that calls it, and a server searches in another
+            # Of the thread that calls it, and a server searches in another
+            faiss.omp_set_num_threads(self._threads)
         return self._index.search(vectors_ND, topk)
 
     def _search_flat(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``search`` of so many that none outside can be as good as the ``topk``-th, with scores anew.
+        """Return ``search`` of so many that none outside can be as good as the ``topk``-th, with
+        scores anew.
 
-        The sums of a matrix product depend on how many queries, threads and rows share it, in the last bits. What is
-        found must not, so everything within ROUNDING of the last place is found, and its scores are sums in float64.
+        The sums of a matrix product depend on how many queries, threads and rows share it, in the
+        last bits. What is found must not, so everything within ROUNDING of the last place is found,
+        and its scores are sums in float64.
         """
         width = topk + 1
         while True:
@@ -176,7 +217,8 @@ class DenseRetriever:
         return {}
 
     def _check_encoder(self, path: Path) -> None:
-        """Encode the first, middle and last passage anew. Raises RetrievalError where the file's vectors differ."""
+        """Encode the first, middle and last passage anew. Raises RetrievalError where the file's
+        vectors differ."""
         rows = sorted({0, len(self) // 2, len(self) - 1})
         texts = [self._corpus.row(row)["contents"] for row in rows]
         fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
@@ -184,8 +226,10 @@ class DenseRetriever:
             alike = self._likeness(row, vector)
             if alike < AGREE:
                 raise RetrievalError(
-                    f"{path}: row {row} of the corpus, encoded by {self._encoder.settings.model}, has cosine "
-                    f"{alike:.3f} with the index's vector, at least {AGREE} is wanted: another corpus, encoder, prefix "
+                    f"{path}: row {row} of the corpus, encoded by {self._encoder.settings.model}, "
+                    f"has cosine "
+                    f"{alike:.3f} with the index's vector, at least {AGREE} is wanted: another "
+                    f"corpus, encoder, prefix "
                     "or pooling; give the ones the index was made with"
                 )
 
@@ -193,25 +237,37 @@ class DenseRetriever:
         if self.backend != "ivf":
             stored = self._index.reconstruct(row)
             return float(stored @ vector / max(float(np.linalg.norm(stored)), 1e-9))
-        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot return the vector of a row
+        # Inverted lists cannot return the vector of a row
+        scores, _ = self._index.search(vector[None], 1)
         return float(scores[0, 0])
 
 
 def _opened(path: Path, mmap: bool) -> tuple[Any, str]:
-    """Open the index; returns it and its kind. What faiss cannot map (HNSW graphs of old files) is read into memory."""
+    """Open the index; returns it and its kind. What faiss cannot map (HNSW graphs of old files) is
+    read into memory."""
     import faiss
 
     if not path.is_file():
-        raise RetrievalError(f"{path}: there is no such index; build it with python -m recipes.search_r1.index.cli")
+        raise RetrievalError(
+            f"{path}: there is no such index; build it with python -m recipes.search_r1.index.cli"
+        )
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mmap else 0)
     except RuntimeError as error:
-        raise RetrievalError(f"{path}: faiss cannot read it ({error}); build or download it again") from error
-    kinds: list[tuple[type, str]] = [(faiss.IndexFlat, "flat"), (faiss.IndexHNSW, "hnsw"), (faiss.IndexIVF, "ivf")]
+        raise RetrievalError(
+            f"{path}: faiss cannot read it ({error}); build or download it again"
+        ) from error
+    kinds: list[tuple[type, str]] = [
+        (faiss.IndexFlat, "flat"),
+        (faiss.IndexHNSW, "hnsw"),
+        (faiss.IndexIVF, "ivf"),
+    ]
     for kind, name in kinds:
         if isinstance(index, kind):
             return index, name
-    raise RetrievalError(f"{path}: a {type(index).__name__}; flat, HNSW and IVF indices can be searched")
+    raise RetrievalError(
+        f"{path}: a {type(index).__name__}; flat, HNSW and IVF indices can be searched"
+    )
 
 
 def _gpus() -> int:
@@ -222,7 +278,8 @@ def _gpus() -> int:
 
 
 def _on_gpus(index: Any) -> Any:
-    """Copy a flat index to all GPUs, a part to each, in half precision: 32 GB for the published index."""
+    """Copy a flat index to all GPUs, a part to each, in half precision: 32 GB for the published
+    index."""
     import faiss
 
     options = faiss.GpuMultipleClonerOptions()

@@ -1,4 +1,5 @@
-"""Encode texts as unit vectors: any sentence-transformers or E5-style encoder, or hashing, which needs no model.
+"""Encode texts as unit vectors: any sentence-transformers or E5-style encoder, or hashing, which
+needs no model.
 
 Encoding a whole corpus, in chunks that an interrupted call resumes, is ``dense.py``.
 """
@@ -25,9 +26,11 @@ BATCH_TOKENS = 8192  # padding included; a memory setting
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """Everything that decides a vector. The defaults are E5's, as in Search-R1; many other models have no prefix.
+    """Everything that decides a vector. The defaults are E5's, as in Search-R1; many other models
+    have no prefix.
 
-    ``model`` is a folder, a hub id, or ``hashing:N``: words and pairs of words hashed into N numbers, for tests.
+    ``model`` is a folder, a hub id, or ``hashing:N``: words and pairs of words hashed into N
+    numbers, for tests.
     """
 
     model: str
@@ -51,12 +54,15 @@ class Encoder(Protocol):
 
 
 def make_encoder(
-    settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
+    settings: EncoderSettings,
+    device: str = "cpu",
+    threads: int | None = None,
+    dtype: str | None = None,
 ) -> Encoder:
     """Load an encoder. Raises RetrievalError where the model cannot be loaded.
 
-    ``dtype`` is that of the weights: None is float32 on a CPU and float16 elsewhere. bfloat16 is several times as fast
-    on CPUs that have units for it.
+    ``dtype`` is that of the weights: None is float32 on a CPU and float16 elsewhere. bfloat16 is
+    several times as fast on CPUs that have units for it.
     """
     if settings.pooling not in ("mean", "cls"):
         raise RetrievalError(f"pooling={settings.pooling!r}: must be mean or cls")
@@ -66,9 +72,11 @@ def make_encoder(
 
 
 def settings_of(model: str, **given: Any) -> EncoderSettings:
-    """Return a model's settings: those given, then those of its sentence-transformers files, then E5's.
+    """Return a model's settings: those given, then those of its sentence-transformers files, then
+    E5's.
 
-    A folder with ``modules.json`` is a sentence-transformers model: its prefixes (``prompts``) are empty unless named.
+    A folder with ``modules.json`` is a sentence-transformers model: its prefixes (``prompts``) are
+    empty unless named.
     """
     found: dict[str, Any] = {}
     folder = Path(model).expanduser()
@@ -76,7 +84,9 @@ def settings_of(model: str, **given: Any) -> EncoderSettings:
         found = {"query_prefix": "", "passage_prefix": ""} | _sentence_transformers(folder)
     elif model.startswith(f"{HASHING}:"):
         found = {"query_prefix": "", "passage_prefix": ""}
-    return EncoderSettings(model, **(found | {name: value for name, value in given.items() if value is not None}))
+    return EncoderSettings(
+        model, **(found | {name: value for name, value in given.items() if value is not None})
+    )
 
 
 def _sentence_transformers(folder: Path) -> dict[str, Any]:
@@ -88,17 +98,26 @@ def _sentence_transformers(folder: Path) -> dict[str, Any]:
     pooling = read("1_Pooling/config.json")
     found = {"pooling": "cls"} if pooling.get("pooling_mode_cls_token") else {}
     length = read("sentence_bert_config.json").get("max_seq_length")
-    for ours, theirs in (("query_prefix", "query"), ("passage_prefix", "passage"), ("passage_prefix", "document")):
+    for ours, theirs in (
+        ("query_prefix", "query"),
+        ("passage_prefix", "passage"),
+        ("passage_prefix", "document"),
+    ):
         if prompts.get(theirs):
             found[ours] = prompts[theirs]
     return found | ({"max_length": length} if length else {})
 
 
 class TransformerEncoder:
-    """An encoder that pools the last hidden states, mean or first token, to unit length (E5, arXiv 2212.03533)."""
+    """An encoder that pools the last hidden states, mean or first token, to unit length (E5, arXiv
+    2212.03533)."""
 
     def __init__(
-        self, settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
+        self,
+        settings: EncoderSettings,
+        device: str = "cpu",
+        threads: int | None = None,
+        dtype: str | None = None,
     ):
         import torch
         from transformers import AutoModel, AutoTokenizer
@@ -110,10 +129,15 @@ class TransformerEncoder:
         self.dtype = dtype or ("float32" if device == "cpu" else "float16")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
-            self._model = AutoModel.from_pretrained(settings.model, dtype=getattr(torch, self.dtype)).to(device).eval()
+            self._model = (
+                AutoModel.from_pretrained(settings.model, dtype=getattr(torch, self.dtype))
+                .to(device)
+                .eval()
+            )
         except (OSError, ValueError) as error:
             raise RetrievalError(
-                f"encoder {settings.model}: it cannot be loaded ({error}); give a folder or a hub id"
+                f"encoder {settings.model}: it cannot be loaded ({error}); give a folder or a hub "
+                f"id"
             ) from error
         self.dim = int(self._model.config.hidden_size)
 
@@ -123,7 +147,9 @@ class TransformerEncoder:
         if not texts:
             return out
         read = [writable(prefix + text) for text in texts]
-        ids = self._tokenizer(read, truncation=True, max_length=self.settings.max_length)["input_ids"]
+        ids = self._tokenizer(read, truncation=True, max_length=self.settings.max_length)[
+            "input_ids"
+        ]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         with torch.inference_mode():
             for batch in _batches(order, ids):
@@ -143,7 +169,8 @@ class TransformerEncoder:
 
 
 def _batches(order: list[int], ids: list[list[int]]) -> list[list[int]]:
-    """Yield texts of similar length together, at most BATCH_TOKENS with their padding (one text at least)."""
+    """Yield texts of similar length together, at most BATCH_TOKENS with their padding (one text at
+    least)."""
     batches: list[list[int]] = [[]]
     for i in order:  # by length: the last one is the longest of its batch
         if batches[-1] and (len(batches[-1]) + 1) * len(ids[i]) > BATCH_TOKENS:
@@ -153,7 +180,8 @@ def _batches(order: list[int], ids: list[list[int]]) -> list[list[int]]:
 
 
 class HashingEncoder:
-    """Feature hashing (Weinberger et al. 2009): each word and each pair of neighbours adds plus or minus one."""
+    """Feature hashing (Weinberger et al. 2009): each word and each pair of neighbours adds plus or
+    minus one."""
 
     dtype = "float32"
 
@@ -161,14 +189,19 @@ class HashingEncoder:
         self.settings = settings
         size = settings.model.partition(":")[2]
         if not size.isdigit() or int(size) < 8:
-            raise RetrievalError(f"encoder {settings.model!r}: must be hashing:N with N of at least 8")
+            raise RetrievalError(
+                f"encoder {settings.model!r}: must be hashing:N with N of at least 8"
+            )
         self.dim = int(size)
 
     def encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
         out = np.zeros((len(texts), self.dim), np.float32)
         for row, text in zip(out, texts, strict=True):
             words = re.findall(r"\w+", (prefix + text).lower())[: self.settings.max_length]
-            for feature in [*words, *(" ".join(pair) for pair in zip(words, words[1:], strict=False))]:
+            for feature in [
+                *words,
+                *(" ".join(pair) for pair in zip(words, words[1:], strict=False)),
+            ]:
                 code = zlib.crc32(feature.encode("utf-8", "replace"))
                 row[code % self.dim] += 1.0 if code & 0x80000000 else -1.0
         lengths = np.linalg.norm(out, axis=1, keepdims=True)
@@ -176,8 +209,11 @@ class HashingEncoder:
 
 
 def weights_hash(model: str) -> str | None:
-    """Return 16 hexadecimal digits of the weights in a folder; None for a hub id or hashing, known by name only."""
-    files = sorted(Path(model).expanduser().glob("*.safetensors")) or sorted(Path(model).expanduser().glob("*.bin"))
+    """Return 16 hexadecimal digits of the weights in a folder; None for a hub id or hashing, known
+    by name only."""
+    files = sorted(Path(model).expanduser().glob("*.safetensors")) or sorted(
+        Path(model).expanduser().glob("*.bin")
+    )
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=8)

@@ -1,8 +1,9 @@
 """Passages, and what finds them: the types that indices, server and client share.
 
-A corpus is a file of ``{"id", "contents"}`` lines; the first line of ``contents`` is the title, as in Search-R1.
-``python -m recipes.search_r1.index.cli`` makes an index folder from it, ``opening.make_retriever`` opens one, and
-``retrieval_server`` puts one behind HTTP. All are a :class:`Retriever`, so that the lab needs no server.
+A corpus is a file of ``{"id", "contents"}`` lines; the first line of ``contents`` is the title, as
+in Search-R1. ``python -m recipes.search_r1.index.cli`` makes an index folder from it,
+``opening.make_retriever`` opens one, and ``retrieval_server`` puts one behind HTTP. All are a
+:class:`Retriever`, so that the lab needs no server.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class RetrievalError(RuntimeError):
 
 @dataclass(frozen=True)
 class Passage:
-    """One passage found. ``score`` grows with relevance: BM25, an inner product, or a cross-encoder's logit."""
+    """One passage found. ``score`` grows with relevance: BM25, an inner product, or a
+    cross-encoder's logit."""
 
     id: str
     contents: str
@@ -33,8 +35,8 @@ class Passage:
 
 
 class Retriever(Protocol):
-    """``corpus_hash`` names the passages; ``fingerprint`` names passages, index and settings together, so equal
-    fingerprints answer equally."""
+    """``corpus_hash`` names the passages; ``fingerprint`` names passages, index and settings
+    together, so equal fingerprints answer equally."""
 
     corpus_hash: str
     fingerprint: str
@@ -43,8 +45,8 @@ class Retriever(Protocol):
     def __len__(self) -> int: ...
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return at most ``topk`` passages for every query, best first. Dense indices always find ``topk``; BM25 finds
-        fewer, or none, where fewer share a word with the query."""
+        """Return at most ``topk`` passages for every query, best first. Dense indices always find
+        ``topk``; BM25 finds fewer, or none, where fewer share a word with the query."""
         ...
 
 
@@ -53,20 +55,23 @@ class RetrieverOptions:
     """Which index to open, and with what.
 
     Args:
-        index: a folder that ``build_index`` made, or a faiss file (the published ones), which then needs ``corpus``
+        index: a folder that ``build_index`` made, or a faiss file (the published ones), which then
+        needs ``corpus``
             and ``encoder``.
         corpus: the jsonl file; by default the one that the folder was built from.
-        backend: one of :data:`BACKENDS`; by default the only one that the folder holds. ``random`` and ``empty``
+        backend: one of :data:`BACKENDS`; by default the only one that the folder holds. ``random``
+        and ``empty``
             are controls: passages that have nothing to do with the query, and none.
-        encoder: folder or hub id of the encoder; by default what the folder was built with. With it come
-            ``query_prefix``, ``passage_prefix``, ``pooling`` (mean or cls) and ``max_length`` in tokens; None means
-            the folder's, or E5's for a faiss file.
+        encoder: folder or hub id of the encoder; by default what the folder was built with. With it
+        come
+            ``query_prefix``, ``passage_prefix``, ``pooling`` (mean or cls) and ``max_length`` in
+            tokens; None means the folder's, or E5's for a faiss file.
         device: of the encoder.
         mmap: leaves on disk what can be read from there.
         threads: of faiss and of torch on the CPU; None is their own default.
         ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
-        gpu: search a flat index on the GPUs that faiss finds, in half precision and split over them.
-        check_encoder: encode a few passages at start and compare them with the index.
+        gpu: search a flat index on the GPUs that faiss finds, in half precision and split over
+        them. check_encoder: encode a few passages at start and compare them with the index.
     """
 
     index: str | Path
@@ -87,7 +92,8 @@ class RetrieverOptions:
 
 
 def id_order(passage: Passage) -> tuple[float, int, str]:
-    """Return what orders passages: the score, and among equal scores the id, numbers by their size."""
+    """Return what orders passages: the score, and among equal scores the id, numbers by their
+    size."""
     return -passage.score, len(passage.id), passage.id
 
 

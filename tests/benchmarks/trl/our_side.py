@@ -26,7 +26,14 @@ class Clocked(RayPPOTrainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
+    for name, default in (
+        ("prompts", 32),
+        ("n", 8),
+        ("max-new", 64),
+        ("steps", 5),
+        ("micro", 64),
+        ("threads", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--exact", type=int, default=0)  # 1: no answer ends before max-new
     parser.add_argument("--micro-tokens", type=int)
@@ -37,7 +44,8 @@ def main() -> None:
     folder = tempfile.mkdtemp()
     micro = f"ppo_micro_batch_size_per_gpu={args.micro}"
     if args.micro_tokens is not None:
-        micro = f"ppo_max_token_len_per_gpu={args.micro_tokens}"  # micro-batches by tokens instead of by answers
+        # Micro-batches by tokens instead of by answers
+        micro = f"ppo_max_token_len_per_gpu={args.micro_tokens}"
     config = compose(
         "grpo",
         [
@@ -74,8 +82,13 @@ def main() -> None:
     trainer.fit()
     timed = trainer.phases[1:]  # the first step warms up
     phases = {name: statistics.median(step[name] for step in timed) for name in timed[-1]}
-    steps = [step["timing_s/whole"] for step in timed]  # with its bookkeeping, without the last step's checkpoint
-    result = {"seconds": statistics.median(steps), "all": steps, "mean_length": statistics.mean(trainer.lengths)}
+    # With its bookkeeping, without the last step's checkpoint
+    steps = [step["timing_s/whole"] for step in timed]
+    result = {
+        "seconds": statistics.median(steps),
+        "all": steps,
+        "mean_length": statistics.mean(trainer.lengths),
+    }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({**result, "phases": phases, "peak_rss_mib": peak}))
 

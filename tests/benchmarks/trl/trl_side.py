@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer on the shared workload; runs in TRL's own environment, prints one JSON line.
 
-Settings that were tried and kept for TRL: micro-batches as in compare.py, fused AdamW, no gradient checkpointing, no KL
-term (no reference pass), one update a step (no old-log-prob pass), logging off.
+Settings that were tried and kept for TRL: micro-batches as in compare.py, fused AdamW, no gradient
+checkpointing, no KL term (no reference pass), one update a step (no old-log-prob pass), logging
+off.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended, and the mean length of its completions as the trainer itself counts them."""
+    """When each optimizer step ended, and the mean length of its completions as the trainer itself
+    counts them."""
 
     def __init__(self):
         self.ends, self.lengths, self.trainer = [], [], None
@@ -34,7 +36,14 @@ def reward(completions, **kwargs):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
+    for name, default in (
+        ("prompts", 32),
+        ("n", 8),
+        ("max-new", 64),
+        ("steps", 5),
+        ("micro", 64),
+        ("threads", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--exact", type=int, default=0)  # 1: no answer ends before max-new
     parser.add_argument("--model", required=True)
@@ -82,7 +91,16 @@ def main():
     steps = [b - a for a, b in zip(ends[1:], ends[2:], strict=False)]  # the first step warms up
     lengths = statistics.mean(clock.lengths)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": statistics.median(steps), "all": steps, "mean_length": lengths, "peak_rss_mib": peak}))
+    print(
+        json.dumps(
+            {
+                "seconds": statistics.median(steps),
+                "all": steps,
+                "mean_length": lengths,
+                "peak_rss_mib": peak,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Advantage estimators: by hand, and what must not change them. Their formulas are held to tests/golden."""
+"""Advantage estimators: by hand, and what must not change them. Their formulas are held to
+tests/golden."""
 
 import math
 
@@ -18,8 +19,11 @@ FLAT = {name: advantages.estimator(name) for name in registry.ESTIMATORS}
 ESTIMATORS = {name: on_padded(estimate) for name, estimate in FLAT.items()}
 
 
-def make_inputs(seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overrides) -> AdvantageInputs:
-    """Random rows in shuffled groups, with holes in the masks and a reward on the last policy token."""
+def make_inputs(
+    seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overrides
+) -> AdvantageInputs:
+    """Random rows in shuffled groups, with holes in the masks and a reward on the last policy
+    token."""
     rng = np.random.default_rng(seed)
     rows = prompts * n
     mask = rng.random((rows, width)) < 0.7
@@ -46,7 +50,8 @@ def changed(inputs: AdvantageInputs, **fields) -> AdvantageInputs:
 
 
 def test_group_estimators_by_hand():
-    """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another number."""
+    """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another
+    number."""
     two_groups = AdvantageInputs(
         token_level_rewards=torch.tensor([[0.0, 5], [2, 0], [0, -1], [0, 4], [0, 4], [1, 0]]),
         response_mask=torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]).bool(),
@@ -64,7 +69,8 @@ def test_group_estimators_by_hand():
 
 
 def test_gae_by_hand():
-    """Values 1, 2, 4 with a tool's token between the last two: rewards 0, 0, 10; gamma 0.5, lam 0.5."""
+    """Values 1, 2, 4 with a tool's token between the last two: rewards 0, 0, 10; gamma 0.5, lam
+    0.5."""
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor([[0.0, 0, 0, 10]]),
         response_mask=torch.tensor([[True, True, False, True]]),
@@ -77,7 +83,9 @@ def test_gae_by_hand():
     advantages, returns = ESTIMATORS["gae"](inputs)
     assert returns.tolist() == [[1.375, 3.5, 0.0, 10.0]]
     mean, std = 2.625, math.sqrt(((2.25**2) + 1.125**2 + 3.375**2) / 2)
-    assert advantages[0].tolist() == pytest.approx([-2.25 / std, -1.125 / std, 0, (6 - mean) / std], 1e-5)
+    assert advantages[0].tolist() == pytest.approx(
+        [-2.25 / std, -1.125 / std, 0, (6 - mean) / std], 1e-5
+    )
 
 
 seeds = st.integers(0, 10**6)
@@ -87,16 +95,23 @@ seeds = st.integers(0, 10**6)
 @given(seed=seeds)
 @settings(max_examples=15, deadline=None)
 def test_a_row_that_could_not_be_scored_is_as_if_it_were_not_there(name, seed):
-    """As long as two rows of each group remain: whatever it holds, NaN included, it moves no other row."""
+    """As long as two rows of each group remain: whatever it holds, NaN included, it moves no other
+    row."""
     inputs = make_inputs(seed)
     kept = torch.ones(12, dtype=torch.bool)
     for label in inputs.group.unique():
         kept[(inputs.group == label).nonzero()[seed % 4]] = False
     rewards = inputs.token_level_rewards.clone()
     rewards[~kept] = torch.nan
-    advantages, returns = ESTIMATORS[name](changed(inputs, token_level_rewards=rewards, in_group_stats=kept))
+    advantages, returns = ESTIMATORS[name](
+        changed(inputs, token_level_rewards=rewards, in_group_stats=kept)
+    )
     assert not advantages[~kept].any() and not returns[~kept].any()
-    rows = {field: value[kept] for field, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    rows = {
+        field: value[kept]
+        for field, value in vars(inputs).items()
+        if isinstance(value, torch.Tensor)
+    }
     alone = ESTIMATORS[name](changed(inputs, **{**rows, "in_group_stats": None}))
     torch.testing.assert_close(advantages[kept], alone[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(returns[kept], alone[1], rtol=1e-9, atol=1e-9)
@@ -123,10 +138,12 @@ def test_what_lies_outside_the_mask_is_never_read(name, seed, garbage):
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
 @given(seed=seeds, value=st.floats(-10, 10), dtype=st.sampled_from([torch.float32, torch.float64]))
 @example(seed=0, value=0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
-@example(seed=12211, value=1.0, dtype=torch.float32)  # answers of one group whose first tokens have no gradient
+# Answers of one group whose first tokens have no gradient
+@example(seed=12211, value=1.0, dtype=torch.float32)
 @settings(max_examples=25, deadline=None)
 def test_equal_rewards_give_exactly_zero(name, seed, value, dtype):
-    """Not 1e-8 over 1e-6: such groups are skipped in the update, and must not push in a random direction."""
+    """Not 1e-8 over 1e-6: such groups are skipped in the update, and must not push in a random
+    direction."""
     rewards = torch.zeros(9, 7, dtype=dtype)
     rewards[:, -1] = value
     inputs = make_inputs(seed, n=3, token_level_rewards=rewards, in_group_stats=None)
@@ -135,14 +152,20 @@ def test_equal_rewards_give_exactly_zero(name, seed, value, dtype):
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
 def test_a_group_of_one_keeps_its_reward_but_a_lone_survivor_gets_none(name):
-    """With n = 1 there is nothing to compare with by design; where the others failed, by accident."""
-    one = {"token_level_rewards": torch.tensor([[0.0, 3.0]]), "response_mask": torch.tensor([[True, True]])}
+    """With n = 1 there is nothing to compare with by design; where the others failed, by
+    accident."""
+    one = {
+        "token_level_rewards": torch.tensor([[0.0, 3.0]]),
+        "response_mask": torch.tensor([[True, True]]),
+    }
     advantages, _ = ESTIMATORS[name](AdvantageInputs(**one, group=torch.tensor([5])))
     expected = 3 / (1 + 1e-6) if name == "grpo" else 3
     assert advantages.tolist() == [pytest.approx([expected, expected])]
     four = {key: value.repeat(4, 1) for key, value in one.items()}
     survivor = torch.tensor([False, True, False, False])
-    advantages, _ = ESTIMATORS[name](AdvantageInputs(**four, group=torch.zeros(4).long(), in_group_stats=survivor))
+    advantages, _ = ESTIMATORS[name](
+        AdvantageInputs(**four, group=torch.zeros(4).long(), in_group_stats=survivor)
+    )
     assert not advantages.any()
 
 
@@ -158,7 +181,9 @@ def test_what_an_estimator_needs_is_named():
 
 def test_an_estimator_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def halved(inputs):\n    a = inputs.spread(0.5 * inputs.rewards_B)\n    return a, a\n")
+    path.write_text(
+        "def halved(inputs):\n    a = inputs.spread(0.5 * inputs.rewards_B)\n    return a, a\n"
+    )
     inputs = flat_inputs(make_inputs(0))
     expected = inputs.spread(0.5 * inputs.rewards_B)
     assert torch.equal(advantages.estimator(f"{path}:halved")(inputs)[0], expected)

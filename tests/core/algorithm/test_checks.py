@@ -26,9 +26,14 @@ def made_groups() -> list[ScoredGroup]:
         trajectories = []
         for index in range(3):
             mask = np.array([True] * (2 + index) + [False] * 2 + [True] * 2)
-            ids, logprobs = rng.integers(7, 30, len(mask)), np.where(mask, -rng.random(len(mask)), 0)
+            ids, logprobs = (
+                rng.integers(7, 30, len(mask)),
+                np.where(mask, -rng.random(len(mask)), 0),
+            )
             seed = 10 * number + index
-            trajectories.append(Trajectory([3, 5, 6], ids, mask, logprobs, (), Stop.EOS, 0, seed, 2, 1))
+            trajectories.append(
+                Trajectory([3, 5, 6], ids, mask, logprobs, (), Stop.EOS, 0, seed, 2, 1)
+            )
         prompt = Prompt(number, f"q{number}", (3, 5, 6), (), None, "tests")
         groups.append(ScoredGroup(prompt, tuple(trajectories), tuple(map(Score, values))))
     return groups
@@ -40,10 +45,19 @@ def broken(match: str):
 
 @pytest.mark.parametrize("second", [dict, torch.Tensor])
 def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second):
-    """A mean, returned by mistake, would spread over the tokens of a micro-batch and train on another objective."""
+    """A mean, returned by mistake, would spread over the tokens of a micro-batch and train on
+    another objective."""
     one, other = torch.ones(3), {} if second is dict else torch.ones(3)
     assert checks.of_tokens(lambda x: (x, other), one, one.shape, second) == (one, other)
-    wrong = (one, (one.mean(), other), (one[:2], other), (0.5, other), (one, other, other), [one, other], None)
+    wrong = (
+        one,
+        (one.mean(), other),
+        (one[:2], other),
+        (0.5, other),
+        (one, other, other),
+        [one, other],
+        None,
+    )
     for found in (*wrong, (one, None)):
         with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[\[3\], "):
             checks.of_tokens(lambda x, found=found: found, one, one.shape, second)
@@ -52,7 +66,9 @@ def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second)
 @pytest.mark.parametrize("state_masking", [True, False])
 def test_a_batch_is_what_was_sampled(state_masking):
     groups = made_groups()
-    groups[0] = dataclasses.replace(groups[0], scores=(Score(1.0, masked=True), *groups[0].scores[1:]))
+    groups[0] = dataclasses.replace(
+        groups[0], scores=(Score(1.0, masked=True), *groups[0].scores[1:])
+    )
     batch = make_batch(groups, 0, state_masking)
     checks.batch_is_sampled(groups, batch)
     mask = "response_mask" if state_masking else "sampled_mask"
@@ -73,7 +89,12 @@ def test_what_trains_is_what_the_engine_returned():
         for turn, (begin, end) in enumerate(((0, first), (first + 2, first + 4))):
             request = SampleRequest((3, 5, 6), SamplingParams(99), one.seed + 1000 * turn, one.seed)
             ids, logprobs = one.response_ids[begin:end], one.logprobs[begin:end]
-            sampled.add(request, Trajectory([3], ids, [True] * (end - begin), logprobs, (), Stop.EOS, 0, request.seed))
+            sampled.add(
+                request,
+                Trajectory(
+                    [3], ids, [True] * (end - begin), logprobs, (), Stop.EOS, 0, request.seed
+                ),
+            )
     sampled.check(groups)
     one = groups[1].trajectories[2]
     for name, value in (
@@ -113,8 +134,14 @@ def test_nothing_is_infinite():
 
 def gap_z(entropy, log_prob, **more):
     gap = (entropy + log_prob).double()
-    found = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean()), **more}
-    return checks.entropy_gap_z({f"rollout_corr/{name}": value for name, value in found.items()}, len(gap))
+    found = {
+        "entropy_gap": float(gap.mean()),
+        "entropy_gap_square": float(gap.square().mean()),
+        **more,
+    }
+    return checks.entropy_gap_z(
+        {f"rollout_corr/{name}": value for name, value in found.items()}, len(gap)
+    )
 
 
 def test_entropy_and_samples_agree_at_the_same_temperature_alone():

@@ -24,7 +24,9 @@ def test_estimators_estimate_the_kl_and_the_straight_through_form_its_gradient()
         x = logits.clone().requires_grad_()
         estimate = (p.detach() * kl_penalty(x.log_softmax(-1), q.log(), kind)).sum()
         assert (estimate.item() == pytest.approx(exact.item())) == unbiased
-        torch.testing.assert_close(torch.autograd.grad(estimate, x)[0], expected, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(
+            torch.autograd.grad(estimate, x)[0], expected, atol=1e-12, rtol=1e-9
+        )
 
 
 def test_a_mask_keeps_garbage_out():
@@ -38,4 +40,5 @@ def test_controllers_come_back_from_their_state():
     configured = KLController("adaptive", 0.1, target_kl=2.0, horizon=100)
     moved = configured.updated(9.0, 50)
     assert configured.with_state(moved.state_dict()) == moved != configured
-    assert KLController("fixed", 0.3).with_state({"value": 0.1}).value == 0.3  # a fixed one is what is configured
+    # A fixed one is what is configured
+    assert KLController("fixed", 0.3).with_state({"value": 0.1}).value == 0.3

@@ -1,4 +1,5 @@
-"""Policy losses, the value loss and the weights of an objective: by hand. Formulas are held to tests/golden."""
+"""Policy losses, the value loss and the weights of an objective: by hand. Formulas are held to
+tests/golden."""
 
 import math
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ CONFIG = SimpleNamespace(**NUMBERS, policy_loss=SimpleNamespace(ppo_kl_coef=0.25
 
 
 def make(seed: int, rows: int = 5, width: int = 6):
-    """(log_prob, old_log_prob, advantages, mask): ratios on both sides of every bound, advantages of both signs."""
+    """(log_prob, old_log_prob, advantages, mask): ratios on both sides of every bound, advantages
+    of both signs."""
     rng = np.random.default_rng(seed)
     old = -rng.exponential(size=(rows, width))
     logp = np.minimum(old + rng.normal(scale=0.4, size=(rows, width)), -0.01)
@@ -37,22 +39,32 @@ def make(seed: int, rows: int = 5, width: int = 6):
 
 def called(name, logp, old, adv, mask, config=CONFIG):
     """Call a policy loss; one that treats tokens apart gets every second one."""
-    apart = (torch.arange(logp.numel()).reshape(logp.shape) % 2 == 0,) if POLICY_LOSSES[name].selects else ()
+    apart = (
+        (torch.arange(logp.numel()).reshape(logp.shape) % 2 == 0,)
+        if POLICY_LOSSES[name].selects
+        else ()
+    )
     return padded_loss(name)(logp, old, adv, mask, config, *apart)
 
 
 def test_vanilla_by_hand():
-    """Ratios 2, 2, 0.5, 0.5, 4 with advantages 2, -1, 2, -1, -1; bounds 0.9 and 1.3, dual clip 3."""
+    """Ratios 2, 2, 0.5, 0.5, 4 with advantages 2, -1, 2, -1, -1; bounds 0.9 and 1.3, dual clip
+    3."""
     config = SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 3.0})
     ratio = torch.tensor([[2.0, 2, 0.5, 0.5, 4]], dtype=torch.float64)
-    logp, adv = ratio.log().requires_grad_(), torch.tensor([[2.0, -1, 2, -1, -1]], dtype=torch.float64)
+    logp, adv = (
+        ratio.log().requires_grad_(),
+        torch.tensor([[2.0, -1, 2, -1, -1]], dtype=torch.float64),
+    )
     mask = torch.ones(1, 5).bool()
     loss, stats = padded_loss("vanilla")(logp, torch.zeros_like(logp), adv, mask, config)
     assert loss[0].tolist() == pytest.approx([-2.6, 2, -1, 0.9, 3])
     loss.sum().backward()
-    assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0, 0])  # only unclipped tokens move, by -A r
+    # Only unclipped tokens move, by -A r
+    assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0, 0])
     assert stats["pg_clipfrac"][0].tolist() == [1, 0, 0, 1, 0]
-    assert stats["pg_clipfrac_high"][0].tolist() == [1, 0, 0, 0, 0]  # what the upper bound alone holds back
+    # What the upper bound alone holds back
+    assert stats["pg_clipfrac_high"][0].tolist() == [1, 0, 0, 0, 0]
     assert stats["pg_clipfrac_lower"][0].tolist() == [0, 0, 0, 0, 1]
     assert stats["ppo_kl"][0].tolist() == pytest.approx(
         [-math.log(2), -math.log(2), math.log(2), math.log(2), -math.log(4)]
@@ -62,7 +74,9 @@ def test_vanilla_by_hand():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([math.nan, math.inf, -1e30]))
 @settings(max_examples=10, deadline=None)
-def test_what_lies_outside_the_mask_reaches_neither_loss_nor_gradient_nor_stats(name, seed, garbage):
+def test_what_lies_outside_the_mask_reaches_neither_loss_nor_gradient_nor_stats(
+    name, seed, garbage
+):
     results = []
     for dirty in (False, True):
         tensors = make(seed)
@@ -84,8 +98,11 @@ def test_a_loss_of_the_user_s_own(tmp_path):
     assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
     with pytest.raises(ValueError, match="loss_agg_mode=mean: choose one of token-mean"):
         padded_loss_weights(torch.ones(1, 1).bool(), "mean")
-    with pytest.raises(ValueError, match="clip_ratio_c=1.0"):  # a dual clip that would cut the plain ratio
-        padded_loss("vanilla")(logp, old, adv, mask, SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0}))
+    # A dual clip that would cut the plain ratio
+    with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
+        padded_loss("vanilla")(
+            logp, old, adv, mask, SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0})
+        )
 
 
 def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
@@ -126,7 +143,12 @@ def test_covariances_by_hand():
 
 def test_kl_cov_takes_the_highest_covariances_one_at_least_and_of_equal_ones_the_first():
     step = random_step(0)
-    highest = covariances(*step).masked_fill(~step[2], -math.inf).topk(int(0.05 * int(step[2].sum()))).indices
+    highest = (
+        covariances(*step)
+        .masked_fill(~step[2], -math.inf)
+        .topk(int(0.05 * int(step[2].sum())))
+        .indices
+    )
     chosen = kl_cov_tokens(*step, PolicyLossConfig(kl_cov_ratio=0.05))
     assert chosen.nonzero().flatten().tolist() == sorted(highest.tolist())
     logp, adv = double(-1, -1, -2, -2), double(1, 1, -1, -1)
@@ -140,16 +162,21 @@ def test_clip_cov_draws_between_the_bounds_and_repeats():
     config = PolicyLossConfig(clip_cov_ratio=0.02, **bounds)
     order, covariance = clip_cov_tokens(*step, config), covariances(*step)
     chosen, inside = order > 0, (covariance > 0.5) & (covariance < 2.0) & step[2]
-    assert torch.equal(order != 0, inside) and len(order[inside].unique()) == int(inside.sum())  # the others wait
+    # The others wait
+    assert torch.equal(order != 0, inside) and len(order[inside].unique()) == int(inside.sum())
     assert int(chosen.sum()) == int(0.02 * int(step[2].sum())) < int(inside.sum())
     assert not (chosen & ~inside).any()
     assert torch.equal(clip_cov_tokens(*step, config), order)
-    assert torch.equal(clip_cov_tokens(*step, PolicyLossConfig(clip_cov_ratio=1.0, **bounds)) > 0, inside)
+    assert torch.equal(
+        clip_cov_tokens(*step, PolicyLossConfig(clip_cov_ratio=1.0, **bounds)) > 0, inside
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "selected", "adv", "losses", "gradient"),
-    [  # ratios 2, 2, 0.5, 1: what clip_cov selects has neither loss nor gradient, kl_cov adds 0.25 sign(log r)
+    # Ratios 2, 2, 0.5, 1: what clip_cov selects has neither loss nor gradient, kl_cov adds 0.25
+    # sign(log r)
+    [
         ("clip_cov", [0, 0, 0, 1], [2, -1, 2, 3], [-2.6, 2, -1, 0], [0, 2, -1, 0]),
         ("kl_cov", [1, 0, 1, 1], [2, -1, 0, 3], [QUARTER - 4, 2, QUARTER, -3], [-3.75, 2, -0.25, -3]),
     ],
@@ -157,9 +184,13 @@ def test_clip_cov_draws_between_the_bounds_and_repeats():
 def test_losses_that_select_by_hand(name, selected, adv, losses, gradient):
     logp = double(2, 2, 0.5, 1)[None].log().requires_grad_()
     chosen = torch.tensor([selected]).bool()
-    loss, stats = padded_loss(name)(logp, torch.zeros_like(logp), double(*adv)[None], ALL[None], CONFIG, chosen)
+    loss, stats = padded_loss(name)(
+        logp, torch.zeros_like(logp), double(*adv)[None], ALL[None], CONFIG, chosen
+    )
     loss.sum().backward()
-    assert loss[0].tolist() == pytest.approx(losses) and logp.grad[0].tolist() == pytest.approx(gradient)
+    assert loss[0].tolist() == pytest.approx(losses) and logp.grad[0].tolist() == pytest.approx(
+        gradient
+    )
     assert stats["cov_selected"][0].tolist() == selected
 
 
@@ -173,7 +204,8 @@ def test_rounding_decides_nothing_in_kl_cov():
 
 
 def test_value_loss_by_hand():
-    """Old value 1, bound 0.5. New values 3, 3, 1.2 against returns 0, 4, 2: clipped to 1.5, 1.5, 1.2."""
+    """Old value 1, bound 0.5. New values 3, 3, 1.2 against returns 0, 4, 2: clipped to 1.5, 1.5,
+    1.2."""
     values = torch.tensor([[3.0, 3.0, 1.2]], requires_grad=True)
     returns, old = torch.tensor([[0.0, 4.0, 2.0]]), torch.ones(1, 3)
     loss, stats = value_loss(values, returns, old, 0.5, torch.ones(1, 3, dtype=torch.bool))
@@ -185,7 +217,9 @@ def test_value_loss_by_hand():
 
 def test_what_lies_outside_the_mask_does_not_reach_the_value_loss():
     values, returns, old, mask = make(5)
-    dirty, clean = ([x.masked_fill(~mask, fill) for x in (values, returns, old)] for fill in (math.nan, 0))
+    dirty, clean = (
+        [x.masked_fill(~mask, fill) for x in (values, returns, old)] for fill in (math.nan, 0)
+    )
     loss, stats = value_loss(*dirty, 0.1, mask)
     assert torch.equal(loss, value_loss(*clean, 0.1, mask)[0])
     assert not loss[~mask].any() and not stats["vf_clipfrac"][~mask].any()
@@ -204,4 +238,6 @@ def test_weights_by_hand():
     assert first_two("seq-mean-token-mean") == pytest.approx([1 / 6, 1 / 2])
     assert first_two("seq-mean-token-sum") == pytest.approx([1 / 2, 1 / 2])
     assert first_two("seq-mean-token-sum-norm", scale_factor=5) == pytest.approx([1 / 10, 1 / 10])
-    assert not any(padded_loss_weights(torch.zeros(3, 4).bool(), mode).any() for mode in LOSS_AGG_MODES)
+    assert not any(
+        padded_loss_weights(torch.zeros(3, 4).bool(), mode).any() for mode in LOSS_AGG_MODES
+    )

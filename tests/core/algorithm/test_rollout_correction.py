@@ -1,5 +1,5 @@
-"""Importance correction: golden vectors, an independent reference, unbiasedness by enumeration, and what it does to a
-step."""
+"""Importance correction: golden vectors, an independent reference, unbiasedness by enumeration, and
+what it does to a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from core.config.training_keys import Bounds, RolloutCorrectionConfig, criteria
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_settings import StepNeeds
-from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
+from tests.core.learner.test_learner import (
+    actor,
+    actor_config,
+    gradient,
+    one_step,
+    policy_module,
+    random_batch,
+)
 from tests.golden_mismatch import batch_of
 
 KEY = "algorithm.rollout_correction"
@@ -31,15 +38,19 @@ def flat(log_ratio, mask):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weighted_samples_of_the_engine_have_the_learners_expectation(level):
-    """Over all sequences of two tokens: E_rollout[w f] = E_learner[f], exactly, for what each level can correct."""
+    """Over all sequences of two tokens: E_rollout[w f] = E_learner[f], exactly, for what each level
+    can correct."""
     rng = np.random.default_rng(3)
-    rollout, learner = (rng.dirichlet(np.ones(3), size=4) for _ in range(2))  # first token, then one row a first token
+    # First token, then one row a first token
+    rollout, learner = (rng.dirichlet(np.ones(3), size=4) for _ in range(2))
     f = rng.normal(size=(3, 3))
     total = expected = 0.0
     for a, b in itertools.product(range(3), repeat=2):
         q, p = ((x[0, a], x[1 + a, b]) for x in (rollout, learner))
         d = torch.tensor([[math.log(p[0] / q[0]), math.log(p[1] / q[1])]], dtype=torch.float64)
-        weights, _ = rc.importance_weights(*flat(d, torch.ones(1, 2).bool()), level, Bounds(None, math.inf))
+        weights, _ = rc.importance_weights(
+            *flat(d, torch.ones(1, 2).bool()), level, Bounds(None, math.inf)
+        )
         if level == "sequence":  # of any function of the sequence
             total += q[0] * q[1] * float(weights[0]) * f[a, b]
             expected += p[0] * p[1] * f[a, b]
@@ -51,7 +62,8 @@ def test_weighted_samples_of_the_engine_have_the_learners_expectation(level):
 
 @pytest.mark.parametrize(
     "options, spec, lower, kept",
-    [  # ratios 4, 1, 1/2 in the first row (product 2, geometric mean 2^(1/3)), 1, 1, 1 in the second
+    # Ratios 4, 1, 1/2 in the first row (product 2, geometric mean 2^(1/3)), 1, 1, 1 in the second
+    [
         ("token", 2.0, None, [[0, 1, 1], [1, 1, 1]]),
         ("token", 2.0, 0.6, [[0, 1, 0], [1, 1, 1]]),
         ("sequence", 2.1, None, [[1, 1, 1], [1, 1, 1]]),
@@ -79,10 +91,15 @@ def corrected(**settings):
 
 def test_rejected_tokens_leave_the_denominators_and_nothing_else():
     batch, metrics = corrected(rollout_rs="token", rollout_rs_threshold=2.01)
-    assert batch.padded("loss_mask").tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert batch.padded("loss_mask").tolist() == [
+        [False, False, True, True],
+        [False, True, True, True],
+    ]
     assert bool(batch.in_group_stats.all()) and not batch.has("rollout_is_weights")
     (step,) = mini_batches(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
-    assert step.padded("loss_weight").flatten().tolist() == pytest.approx([0, 0, 0.2, 0.2, 0, 0.2, 0.2, 0.2])
+    assert step.padded("loss_weight").flatten().tolist() == pytest.approx(
+        [0, 0, 0.2, 0.2, 0, 0.2, 0.2, 0.2]
+    )
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
     whole, _ = corrected(rollout_rs="sequence", rollout_rs_threshold=1.5)
@@ -99,27 +116,42 @@ def test_a_veto_drops_the_sequence_of_one_impossible_token():
 
 def test_weights_leave_the_denominators_alone_and_count_what_they_truncate():
     batch, metrics = corrected(rollout_is="token", rollout_is_threshold=2.0)
-    assert batch.padded("rollout_is_weights").tolist() == [[0, 2.0, 1.0, pytest.approx(0.5)], [0, 1.0, 1.0, 1.0]]
+    assert batch.padded("rollout_is_weights").tolist() == [
+        [0, 2.0, 1.0, pytest.approx(0.5)],
+        [0, 1.0, 1.0, 1.0],
+    ]
     assert torch.equal(batch.loss_mask, batch.response_mask)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((6.5 / 6) ** 2 / (8.25 / 6))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+        (6.5 / 6) ** 2 / (8.25 / 6)
+    )
     sequence, _ = corrected(rollout_is="sequence", rollout_is_threshold=5.0)
     assert sequence.padded("rollout_is_weights")[0].tolist() == pytest.approx([0, 2.0, 2.0, 2.0])
-    cut, found = corrected(rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
-    assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)  # of the weights as truncated
+    cut, found = corrected(
+        rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True
+    )
+    # Of the weights as truncated
+    assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)
     assert float(cut.rollout_is_weights[1]) == pytest.approx(2 / (6.5 / 6))
     off, nothing = corrected()
-    assert not off.has("rollout_is_weights") and torch.equal(off.loss_mask, off.response_mask) and not nothing
+    assert (
+        not off.has("rollout_is_weights")
+        and torch.equal(off.loss_mask, off.response_mask)
+        and not nothing
+    )
 
 
 def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():
-    """Without state masking a tool's tokens train too; the engine's log-prob of 0 there is no probability."""
+    """Without state masking a tool's tokens train too; the engine's log-prob of 0 there is no
+    probability."""
     mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]]).bool()
     tool = torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]]).bool()
     old = torch.tensor([[0.0, -1.0, -7.0, -1.0], [0.0, -1.0, -7.0, -1.0 + math.log(9)]])
     rollout = torch.where(mask & ~tool, -1.0, 0.0)
     batch = batch_of(old, rollout, mask).adding(sampled_mask=(mask & ~tool).flatten())
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=3.0)
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=3.0
+    )
     batch, metrics = rc.correct(batch, config)
     assert batch.padded("rollout_is_weights").tolist() == [[0, 1.0, 1.0, 1.0], [0, 1.0, 1.0, 2.0]]
     assert batch.padded("loss_mask").tolist() == [[False, True, True, True], [False] * 4]
@@ -136,12 +168,14 @@ def test_a_step_without_a_token_is_left_alone():
 
 @pytest.mark.parametrize("rest", [{}, {"use_kl_loss": True, "entropy_coeff": 0.03}])
 def test_the_actor_weighs_the_policy_gradient_only(rest):
-    """Weights multiply the surrogate of a token; the KL loss and the entropy bonus keep theirs, however it is split."""
+    """Weights multiply the surrogate of a token; the KL loss and the entropy bonus keep theirs,
+    however it is split."""
     batch = random_batch()
     batch = batch.adding(advantages=batch.advantages.double())
     weights = torch.rand(batch.tokens, generator=torch.Generator().manual_seed(1)).double() * 2
     weighed = batch.adding(rollout_is_weights=weights)
-    scaled = batch.adding(advantages=batch.advantages * weights)  # without the clip that is the same thing
+    # Without the clip that is the same thing
+    scaled = batch.adding(advantages=batch.advantages * weights)
     gradients = []
     for one, rows in ((scaled, 100), (weighed, 100), (weighed, 3), (weighed, 1)):
         part = actor(**rest, ppo_micro_batch_size_per_gpu=rows)
@@ -154,17 +188,23 @@ def test_the_actor_weighs_the_policy_gradient_only(rest):
 
 def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before_weights_move():
     batch = random_batch()
-    bypassing = Actor(policy_module().double().train(), actor_config(), temperature=0.7, bypass=True)
+    bypassing = Actor(
+        policy_module().double().train(), actor_config(), temperature=0.7, bypass=True
+    )
     given_them = actor()
     halves = [one_step(batch.rows(index)) for index in (slice(0, 6), slice(6, 12))]
     seen = bypassing.update([half.adding(old_log_probs=None) for half in halves], 1.0)
-    other = given_them.update([half.adding(old_log_probs=half.rollout_log_probs) for half in halves], 1.0)
+    other = given_them.update(
+        [half.adding(old_log_probs=half.rollout_log_probs) for half in halves], 1.0
+    )
     for a, b in zip(bypassing.module.parameters(), given_them.module.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     first = MetricSums()
     log_prob, _ = actor().token_stats(halves[0])
     rc.add_mismatch(first, log_prob, halves[0])
-    assert seen["rollout_corr/kl"] == pytest.approx(first.result("rollout_corr")["rollout_corr/kl"], rel=1e-9)
+    assert seen["rollout_corr/kl"] == pytest.approx(
+        first.result("rollout_corr")["rollout_corr/kl"], rel=1e-9
+    )
     assert "actor/entropy" in seen and "rollout_corr/kl" not in other
 
 

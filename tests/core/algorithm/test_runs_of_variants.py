@@ -1,4 +1,5 @@
-"""Whole runs of the losses and estimators that need more than a ratio: what a step must compute for them is there."""
+"""Whole runs of the losses and estimators that need more than a ratio: what a step must compute for
+them is there."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ CASES = {
     "clip_cov": (
         *(f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"),
         *(f"{ACTOR}.policy_loss.clip_cov_lb=-9", "algorithm.adv_estimator=rloo"),
-        f"{ACTOR}.ppo_mini_batch_size=4",  # one optimizer step: the pass for old log-probs is made for the choice alone
+        # One optimizer step: the pass for old log-probs is made for the choice alone
+        f"{ACTOR}.ppo_mini_batch_size=4",
     ),
     "kl_cov_bypass": (
         *(f"{ACTOR}.policy_loss.loss_mode=kl_cov", *SELECTS),
@@ -33,7 +35,12 @@ def folder(tmp_path_factory):
 def trained(folder, run, *overrides):
     """Return the metrics of two steps and the policy's weights after them."""
     words = command(folder, "grpo", 2, *overrides)(run)[3:]
-    fixed = ("trainer.backend=local", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False")
+    fixed = (
+        "trainer.backend=local",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+    )
     trainer = RayPPOTrainer(compose("grpo", [*words, *fixed])).init_workers()
     seen = []
     update = trainer.workers.update_actor
@@ -46,14 +53,19 @@ def trained(folder, run, *overrides):
 
     trainer.workers.update_actor = watched
     trainer.fit()
-    weights = [parameter.detach().clone() for parameter in trainer.workers.models.actor.module.parameters()]
+    weights = [
+        parameter.detach().clone() for parameter in trainer.workers.models.actor.module.parameters()
+    ]
     return seen, weights
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_of_it_trains_alike_with_any_token_budget(case, folder, tmp_path):
     budgets = (f"{ACTOR}.ppo_max_token_len_per_gpu=512", f"{ACTOR}.ppo_max_token_len_per_gpu=80")
-    runs = [trained(folder, tmp_path / str(at), *CASES[case], budget) for at, budget in enumerate(budgets)]
+    runs = [
+        trained(folder, tmp_path / str(at), *CASES[case], budget)
+        for at, budget in enumerate(budgets)
+    ]
     (seen, weights), (others, other_weights) = runs
     for (batch, metrics), (_, other) in zip(seen, others, strict=True):
         assert batch.has("old_log_probs") == ("bypass" not in case)

@@ -1,4 +1,5 @@
-"""Run folders at a URL: what is there, in which order it arrives, and how a run goes on from there elsewhere."""
+"""Run folders at a URL: what is there, in which order it arrives, and how a run goes on from there
+elsewhere."""
 
 import os
 import shutil
@@ -59,7 +60,9 @@ def recorded(monkeypatch, refuse=lambda name: False) -> list[str]:
     return sent
 
 
-def test_the_manifest_is_sent_last_and_what_is_being_written_or_a_database_not_at_all(memory, tmp_path, monkeypatch):
+def test_the_manifest_is_sent_last_and_what_is_being_written_or_a_database_not_at_all(
+    memory, tmp_path, monkeypatch
+):
     sent = recorded(monkeypatch)
     kept_here = ("b.jsonl.partial", "judge/c.db", "judge/c.db-wal", "trace/step_3.partial/x")
     for name in ("a.jsonl", "trace/step_2/x", *kept_here):
@@ -128,12 +131,21 @@ def files(tmp_path_factory):
 
 
 def trainer(files: Path, steps: int, *overrides: str):
-    config = configured(files, "x", f"trainer.default_local_dir={URL}", "trainer.save_freq=2", *overrides, steps=steps)
+    config = configured(
+        files,
+        "x",
+        f"trainer.default_local_dir={URL}",
+        "trainer.save_freq=2",
+        *overrides,
+        steps=steps,
+    )
     return scripted()(config, lambda request, version: "12"[request.seed % 2])
 
 
 @pytest.mark.parametrize("key", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
-def test_a_place_without_rights_is_one_line_before_models_load(key, files, memory, tmp_path, monkeypatch):
+def test_a_place_without_rights_is_one_line_before_models_load(
+    key, files, memory, tmp_path, monkeypatch
+):
     def denied(self, path, *args, **kwargs):
         if "/denied/" in path:
             raise PermissionError(13, "Access Denied")
@@ -144,7 +156,9 @@ def test_a_place_without_rights_is_one_line_before_models_load(key, files, memor
     monkeypatch.setattr(type(memory), "pipe_file", denied)
     run = trainer(files, 2, f"trainer.{key}=memory://bucket/denied/x")
     monkeypatch.setattr(run, "make_workers", None)
-    with pytest.raises(InputError, match=f"^trainer.{key}=memory://bucket/denied/x: cannot be written .Permission"):
+    with pytest.raises(
+        InputError, match=f"^trainer.{key}=memory://bucket/denied/x: cannot be written .Permission"
+    ):
         run.init_workers()
 
 
@@ -173,22 +187,29 @@ def test_a_run_goes_on_from_its_url_on_a_fresh_machine(files, memory, tmp_path, 
             memory.store.clear()
         (tmp_path / machine).mkdir()
         monkeypatch.chdir(tmp_path / machine)
-        run = trainer(files, steps, *dumps, "trainer.trace.freq=1", "trainer.test_freq=2").init_workers()
+        run = trainer(
+            files, steps, *dumps, "trainer.trace.freq=1", "trainer.test_freq=2"
+        ).init_workers()
         assert run.run.step == {"one": 0, "two": 3, "whole": 0}[machine]
         run.fit()
         trained.append(run.trained)
         assert [path.name for path in Path().iterdir()] == ["outputs"], "no folder is named memory:"
     assert trained[0] + trained[1] == trained[2]
-    assert {"metrics.jsonl", "manifest.json", "config.yaml", "trace/step_000001.json.gz"} <= there(memory)
+    assert {"metrics.jsonl", "manifest.json", "config.yaml", "trace/step_000001.json.gz"} <= there(
+        memory
+    )
     assert memory.cat_file("/bucket/grpo/run/metrics.jsonl").count(b"\n") == 6
     assert b'"status": "finished"' in memory.cat_file("/bucket/grpo/run/manifest.json")
-    assert [len(memory.cat_file(f"/bucket/grpo/run-dump/{step}.jsonl").splitlines()) for step in (1, 2)] == [8, 8]
+    assert [
+        len(memory.cat_file(f"/bucket/grpo/run-dump/{step}.jsonl").splitlines()) for step in (1, 2)
+    ] == [8, 8]
     assert memory.exists("/bucket/grpo/run-val/2.jsonl")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "moment", [("update", 4), ("remote_manifest", 2), ("remote_manifest", 4), ("checkpoint_tracker", 4)]
+    "moment",
+    [("update", 4), ("remote_manifest", 2), ("remote_manifest", 4), ("checkpoint_tracker", 4)],
 )
 def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp_path):
     from tests.faults.killing import killed
@@ -202,7 +223,9 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp
     def start(machine: str, url: str, phase: str = "", step: int = 0) -> int:
         (tmp_path / machine).mkdir(exist_ok=True)
         command, extra = killed(factory(url), phase, step) if phase else (factory(url), {})
-        done = subprocess.run(command, cwd=tmp_path / machine, env={**env, **extra}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path / machine, env={**env, **extra}, capture_output=True, text=True
+        )
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         return done.returncode
 
@@ -211,5 +234,8 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp
     shutil.rmtree(tmp_path / "one")
     assert start("two", url) == 0
     assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0
-    weights = [tmp_path / "bucket/grpo" / name / "global_step_4/actor/model.safetensors" for name in ("run", "whole")]
+    weights = [
+        tmp_path / "bucket/grpo" / name / "global_step_4/actor/model.safetensors"
+        for name in ("run", "whole")
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,4 +1,5 @@
-"""What a checkpoint holds besides weights comes back equal to the bit, of the same types, without pickle."""
+"""What a checkpoint holds besides weights comes back equal to the bit, of the same types, without
+pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from core.checkpoint.run_state import DriverState, load_tensors, rng_state, save_tensors, seed_generators, set_rng_state
+from core.checkpoint.run_state import (
+    DriverState,
+    load_tensors,
+    rng_state,
+    save_tensors,
+    seed_generators,
+    set_rng_state,
+)
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -20,13 +28,16 @@ from tests.checkpoints import RUN
 
 
 def same(a, b) -> bool:
-    """Equal in type and to the bit, all the way down; a read-only mapping may come back as a dict."""
+    """Equal in type and to the bit, all the way down; a read-only mapping may come back as a
+    dict."""
     if isinstance(a, MappingProxyType):
         a = dict(a)
     if type(a) is not type(b):
         return False
     if dataclasses.is_dataclass(a):
-        return all(same(getattr(a, item.name), getattr(b, item.name)) for item in dataclasses.fields(a))
+        return all(
+            same(getattr(a, item.name), getattr(b, item.name)) for item in dataclasses.fields(a)
+        )
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
@@ -44,7 +55,8 @@ def trajectory(length: int, seed: int, **changes) -> Trajectory:
         "prompt_ids": rng.integers(0, 2**31 - 1, 3),
         "response_ids": rng.integers(0, 100, length),
         "response_mask": rng.random(length) < 0.5,
-        "logprobs": -rng.random(length).astype(np.float32) / 3,  # not representable in few decimal digits
+        # Not representable in few decimal digits
+        "logprobs": -rng.random(length).astype(np.float32) / 3,
         "segments": (Segment("policy", "a\n"), Segment("tool", "déjà \ud800 ☃")),
         "stop": Stop.STOP_STRING,
         "policy_version": 7,
@@ -56,12 +68,21 @@ def trajectory(length: int, seed: int, **changes) -> Trajectory:
 
 
 def group(ordinal: int) -> ScoredGroup:
-    prompt = Prompt(ordinal, f"gsm8k/{ordinal}", (5, 6, 7), ({"role": "user", "content": "2+2?"},), "4", "openai/gsm8k")
+    prompt = Prompt(
+        ordinal,
+        f"gsm8k/{ordinal}",
+        (5, 6, 7),
+        ({"role": "user", "content": "2+2?"},),
+        "4",
+        "openai/gsm8k",
+    )
     scores = (
         Score(1.0, {"format": 0.1, "acc": 1.0}, pred="4", notes={"why": "right"}),
         Score(-0.0, status=ScoreStatus.TIMEOUT, masked=True),
     )
-    return ScoredGroup(prompt, (trajectory(4, ordinal), trajectory(0, 9, tool_rewards=(0.5,))), scores, scores[0])
+    return ScoredGroup(
+        prompt, (trajectory(4, ordinal), trajectory(0, 9, tool_rewards=(0.5,))), scores, scores[0]
+    )
 
 
 PROMPTS = {ordinal: group(ordinal).prompt for ordinal in (12, 15)}
@@ -77,7 +98,9 @@ def test_carried_groups_come_back_to_the_bit_and_their_prompts_are_drawn_again(t
     state = DriverState(3, 12, carried, {"kl_coef": 0.1 + 0.2, "keep_rate": 1 / 3})
     loaded = round_trip(state, tmp_path)
     assert same(state, loaded) and loaded.carried[12].prompt is PROMPTS[12]
-    assert not same(state, dataclasses.replace(loaded, carried={**carried, 12: group(15)})), "the comparison sees it"
+    assert not same(state, dataclasses.replace(loaded, carried={**carried, 12: group(15)})), (
+        "the comparison sees it"
+    )
 
 
 VALUES = {
@@ -91,7 +114,9 @@ VALUES = {
 
 def test_values_come_back(tmp_path):
     assert same(VALUES, round_trip(DriverState(1, 0, values=VALUES), tmp_path).values)
-    number = round_trip(DriverState(1, 0, values={"of a user's function": np.float32(0.1)}), tmp_path)
+    number = round_trip(
+        DriverState(1, 0, values={"of a user's function": np.float32(0.1)}), tmp_path
+    )
     assert number.values["of a user's function"] == np.float32(0.1)
 
 

@@ -37,7 +37,9 @@ finally:
 
 def start(tmp_path, seconds: float) -> subprocess.Popen:
     command = [sys.executable, "-c", LOOP, str(tmp_path), str(seconds)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "step 1 begins\n"
     return process
 
@@ -71,7 +73,9 @@ def test_the_second_signal_stops_at_once(number, status, tmp_path):
 def test_what_a_group_is_sent_does_not_reach_children_that_the_step_needs():
     """A terminal that closes signals every process of the group, Ray's too."""
     with kept_from_children():
-        child = subprocess.Popen([sys.executable, "-c", "print('there', flush=True); input()"], stdin=-1, stdout=-1)
+        child = subprocess.Popen(
+            [sys.executable, "-c", "print('there', flush=True); input()"], stdin=-1, stdout=-1
+        )
     assert child.stdout.readline() == b"there\n"
     for number in (signal.SIGHUP, signal.SIGUSR1):
         child.send_signal(number)
@@ -90,11 +94,15 @@ def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
         os.read(told, 1)
         os.kill(child, signal.SIGINT)  # handled first, if both are pending
         os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM and not stop.requested
+        assert (
+            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+            and not stop.requested
+        )
 
 
 def test_a_schedulers_signal_that_is_passed_on_counts_once():
-    """slurmstepd signals every process, and srun and shells pass on what they get: the run must still save."""
+    """slurmstepd signals every process, and srun and shells pass on what they get: the run must
+    still save."""
     if (child := os.fork()) == 0:
         with GracefulStop() as stop:
             for number in (signal.SIGUSR1, signal.SIGUSR1):

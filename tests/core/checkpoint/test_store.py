@@ -1,4 +1,5 @@
-"""Checkpoints: what is complete, what is damaged, what is kept, beside other processes and on disks that say no."""
+"""Checkpoints: what is complete, what is damaged, what is kept, beside other processes and on disks
+that say no."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from pathlib import Path
 import pytest
 
 from core.checkpoint import store as checkpoint_store
-from core.checkpoint.store import MANIFEST, CheckpointStore, DamagedCheckpoint, checkpoint_at, resolve_resume, verify
+from core.checkpoint.store import (
+    MANIFEST,
+    CheckpointStore,
+    DamagedCheckpoint,
+    checkpoint_at,
+    resolve_resume,
+    verify,
+)
 from core.errors import InputError, WriteFailed
 from core.export import export
 from tests.checkpoints import FILES, LOOKING, ROOT, RUN, Settings, flip_bit, names, run, write
@@ -33,7 +41,12 @@ def test_a_checkpoint_comes_back_with_its_files_and_its_run(tmp_path):
         folder = write(store, step)
     found = CheckpointStore(store.root).latest()
     assert store.steps() == [3, 9, 10], "as numbers"
-    assert (found.step, found.folder, set(found.files), found.provenance) == (10, folder, set(FILES), RUN)
+    assert (found.step, found.folder, set(found.files), found.provenance) == (
+        10,
+        folder,
+        set(FILES),
+        RUN,
+    )
     assert (store.root / TRACKER).read_text() == "10\n"
 
 
@@ -59,7 +72,12 @@ def test_every_file_and_folder_is_on_disk_before_it_gets_its_name(tmp_path, monk
         assert f"{temporary}/{name}" in before
     assert before[-1] == temporary
     partial = str(tmp_path / f"{TRACKER}.{os.getpid()}.partial")
-    assert after == [("fsync", str(tmp_path)), ("fsync", partial), ("replace", partial), ("fsync", str(tmp_path))]
+    assert after == [
+        ("fsync", str(tmp_path)),
+        ("fsync", partial),
+        ("replace", partial),
+        ("fsync", str(tmp_path)),
+    ]
 
 
 # ---------------------------------------------------------------- damage
@@ -79,8 +97,14 @@ DAMAGES = {
     "folder gone": (lambda folder: shutil.rmtree(folder / "actor"), "model.safetensors is missing"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda folder: os.truncate(folder / MANIFEST, 300), "is not a manifest"),
-    "list of files": (lambda folder: edited(folder, lambda body: body.update(files=["a"])), "is not a manifest"),
-    "no run": (lambda folder: edited(folder, lambda b: b["provenance"].update(models=3)), "is not a manifest"),
+    "list of files": (
+        lambda folder: edited(folder, lambda body: body.update(files=["a"])),
+        "is not a manifest",
+    ),
+    "no run": (
+        lambda folder: edited(folder, lambda b: b["provenance"].update(models=3)),
+        "is not a manifest",
+    ),
 }
 
 
@@ -135,7 +159,8 @@ def test_as_many_checkpoints_stay_as_are_kept(tmp_path, keep):
 
 
 def test_a_checkpoint_that_is_read_outlives_the_writer_s_next_saves(tmp_path):
-    """A run that only validates loads it, perhaps for minutes, beside one that trains and keeps one checkpoint."""
+    """A run that only validates loads it, perhaps for minutes, beside one that trains and keeps one
+    checkpoint."""
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
     read = CheckpointStore(tmp_path).latest()
@@ -149,7 +174,8 @@ def test_a_checkpoint_that_is_read_outlives_the_writer_s_next_saves(tmp_path):
 @pytest.mark.parametrize("name", ["../escaped", "actor/../../escaped", "/tmp/escaped"])
 def test_a_hostile_checkpoint_writes_and_reads_nothing_outside(name, tmp_path):
     folder = write(CheckpointStore(tmp_path / "run"), 1)
-    for path in (tmp_path / "escaped", tmp_path / "run" / "escaped"):  # there, with the hash that the manifest gives
+    # There, with the hash that the manifest gives
+    for path in (tmp_path / "escaped", tmp_path / "run" / "escaped"):
         path.write_bytes(b"owned")
     entry = {"bytes": 5, "sha256": hashlib.sha256(b"owned").hexdigest()}
     edited(folder, lambda body: body["files"].update({name: entry}))
@@ -193,7 +219,10 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
 
 # ---------------------------------------------------------------- other processes, full disks
 
-CLAIM = "import sys; from core.checkpoint.store import CheckpointStore as S; S(sys.argv[1]).claim(); print('claimed')"
+CLAIM = (
+    "import sys; from core.checkpoint.store import CheckpointStore as S; "
+    "S(sys.argv[1]).claim(); print('claimed')"
+)
 
 
 def test_a_second_writer_is_refused_and_a_dead_one_forgotten(tmp_path):
@@ -213,7 +242,8 @@ def test_a_second_writer_is_refused_and_a_dead_one_forgotten(tmp_path):
 
 
 def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path, caplog):
-    store = CheckpointStore(tmp_path, keep=1)  # the harshest: what is being read is deleted at the next write
+    # The harshest: what is being read is deleted at the next write
+    store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
     stop, seen, failures = threading.Event(), [], []
 
@@ -231,12 +261,15 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path, cap
         write(store, step)
     stop.set()
     reader.join()
-    assert failures == [] and caplog.records == [], "a folder that was pruned while it was read is not called damaged"
+    assert failures == [] and caplog.records == [], (
+        "a folder that was pruned while it was read is not called damaged"
+    )
     assert seen == sorted(seen) and len(set(seen)) > 3
 
 
 def kill_writers(root: Path, times: int, rng: random.Random) -> int:
-    """Start a writer, kill it at a random moment, check what it left; return how often the kill fell into a write."""
+    """Start a writer, kill it at a random moment, check what it left; return how often the kill
+    fell into a write."""
     last = interrupted = 0
     for _ in range(times):
         command = [sys.executable, "-m", "tests.faults.endless_writer", str(root), str(last + 1)]
@@ -258,7 +291,8 @@ def kill_writers(root: Path, times: int, rng: random.Random) -> int:
 @pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_writers_killed_at_random_moments_leave_a_complete_checkpoint(times, tmp_path):
     assert kill_writers(tmp_path, times, random.Random(0)) >= times // 4
-    assert len(CheckpointStore(tmp_path).steps()) <= 3  # two kept, one more if killed before pruning
+    # Two kept, one more if killed before pruning
+    assert len(CheckpointStore(tmp_path).steps()) <= 3
 
 
 def test_a_full_disk_is_explained_and_the_previous_checkpoint_stands(tmp_path):
@@ -318,7 +352,9 @@ def test_auto_takes_the_newest_and_disable_starts_afresh_in_an_empty_folder_only
     folder = write(store, 4)
     assert resolve_resume(Settings(), store).step == 4
     flip_bit(folder / FILES[0])  # a damaged one can be mended and taken for ours as well
-    with pytest.raises(InputError, match="trainer.resume_mode=disable .* already holds global_step_4"):
+    with pytest.raises(
+        InputError, match="trainer.resume_mode=disable .* already holds global_step_4"
+    ):
         resolve_resume(Settings("disable"), store)
     assert resolve_resume(Settings("disable", val_only=True), store) is None
 
@@ -330,7 +366,9 @@ def test_resume_path_takes_the_one_that_is_named(tmp_path):
     (other.root / MANIFEST).write_text('{"status": "running"}')  # the run's own
     named = Settings("resume_path", str(other.folder(2)))
     assert resolve_resume(named, store).folder == other.folder(2)
-    with pytest.raises(InputError, match="starts at step 2, but .*other already holds global_step_4"):
+    with pytest.raises(
+        InputError, match="starts at step 2, but .*other already holds global_step_4"
+    ):
         resolve_resume(named, other)
     flip_bit(other.folder(2) / FILES[1])
     with pytest.raises(DamagedCheckpoint, match="optimizer.pt was altered"):

@@ -1,6 +1,8 @@
-"""Light stand-ins for the processes of a run: they load nothing, and report where they are and what they were called.
+"""Light stand-ins for the processes of a run: they load nothing, and report where they are and what
+they were called.
 
-No torch here: a test starts dozens of them. What reserves, places and calls them is the code of a real run.
+No torch here: a test starts dozens of them. What reserves, places and calls them is the code of a
+real run.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 import ray
 
-Device = namedtuple("Device", "type")  # stands for torch.device, which every process would import torch to receive
+# Stands for torch.device, which every process would import torch to receive
+Device = namedtuple("Device", "type")
 
 
 class StubProcess:
@@ -30,12 +33,18 @@ class StubProcess:
 
     def facts(self, of_ray, path):
         gpus, node_id, address = of_ray()
-        return SimpleNamespace(threads=7, gpus=gpus, sees=True, pid=1, node_id=node_id, address=address)
+        return SimpleNamespace(
+            threads=7, gpus=gpus, sees=True, pid=1, node_id=node_id, address=address
+        )
 
     def report(self) -> dict[str, Any]:
         """Everything that a test asks for."""
         own = {name: value for name, value in vars(self).items() if name != "store"}
-        return {**own, "node": ray.get_runtime_context().get_node_id(), "ray_gpus": ray.get_gpu_ids()}
+        return {
+            **own,
+            "node": ray.get_runtime_context().get_node_id(),
+            "ray_gpus": ray.get_gpu_ids(),
+        }
 
 
 class StubLearner(StubProcess):

@@ -1,4 +1,5 @@
-"""Sharded over processes, the learner computes what it computes in one: losses, gradients, weights, checkpoints."""
+"""Sharded over processes, the learner computes what it computes in one: losses, gradients, weights,
+checkpoints."""
 
 from types import SimpleNamespace
 
@@ -20,7 +21,10 @@ from tests.tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")
 WHOLE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"  # one optimizer step
-NO_ENTROPY = ("actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.actor.entropy_coeff=0.0")
+NO_ENTROPY = (
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.entropy_coeff=0.0",
+)
 MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.fsdp_config.param_offload=True",
@@ -35,7 +39,10 @@ SPLIT = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",  # of each of the two
 )
 HYBRID = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=2")
-ROOM = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=300", "critic.ppo_max_token_len_per_gpu=400")
+ROOM = (
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=300",
+    "critic.ppo_max_token_len_per_gpu=400",
+)
 SHARING = {
     "shared": (*ROOM, *MEMORY),
     "shared_split": (*SPLIT, *ROOM),
@@ -68,19 +75,25 @@ def train_local(config, batch, updates=3, dtype=torch.float64, load=None, ref=Fa
     }
     log_probs, values = one.compute_log_probs(batch)[0], one.compute_values(batch)
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
-    return {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.models.frozen else found
+    return (
+        {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.models.frozen else found
+    )
 
 
 def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
     for step, (one, other) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
         assert one == pytest.approx(other, rel=max(rtol, 1e-6), abs=1e-6), f"update {step}"
-        losses = [name for name in other if name.endswith(("pg_loss", "vf_loss", "kl_loss", "grad_norm"))]
+        losses = [
+            name for name in other if name.endswith(("pg_loss", "vf_loss", "kl_loss", "grad_norm"))
+        ]
         for name in losses:
             assert one[name] == pytest.approx(other[name], rel=rtol, abs=atol), f"update {step}"
     for model, weights in expected["weights"].items():
         assert found["weights"][model].keys() == weights.keys()
         for name, value in weights.items():
-            torch.testing.assert_close(found["weights"][model][name], value, rtol=rtol, atol=atol, msg=name)
+            torch.testing.assert_close(
+                found["weights"][model][name], value, rtol=rtol, atol=atol, msg=name
+            )
     for name in ("log_probs", "ref"):
         if name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
@@ -98,7 +111,9 @@ def models(tmp_path_factory):
 def on_ranks(world, folder, jobs):
     """Starts ``world`` processes that do all jobs, and returns what rank 0 found."""
     mp.spawn(fsdp_ranks.run, args=(world, folder, jobs), nprocs=world)
-    return SimpleNamespace(**{name: torch.load(folder / f"{name}.pt", weights_only=True) for name in jobs})
+    return SimpleNamespace(
+        **{name: torch.load(folder / f"{name}.pt", weights_only=True) for name in jobs}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +133,65 @@ def two(models, tmp_path_factory):
         "tied": ("train", cluster_config(models["tied"], *MEMORY), {"batch": batch}),
         "gradients": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": batch}),
         "idle": ("gradients", cluster_config(models["tied"], WHOLE, *NO_ENTROPY), {"batch": batch}),
-        "few": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": mixed_batch(groups=1, n=1)}),
-        "saved": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "save": folder / "ckpt"}),
-        "loaded": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "load": folder / "ckpt"}),
+        "few": (
+            "gradients",
+            cluster_config(models["tied"], WHOLE),
+            {"batch": mixed_batch(groups=1, n=1)},
+        ),
+        "saved": (
+            "train",
+            cluster_config(models["untied"]),
+            {"batch": batch, "updates": 2, "save": folder / "ckpt"},
+        ),
+        "loaded": (
+            "train",
+            cluster_config(models["untied"]),
+            {"batch": batch, "updates": 2, "load": folder / "ckpt"},
+        ),
         "files": (
             *("train", cluster_config(models["tied"])),
-            {"batch": batch, "updates": 1, "save": folder / "files", "file_size": "20KB", "dtype": "float32"},
+            {
+                "batch": batch,
+                "updates": 1,
+                "save": folder / "files",
+                "file_size": "20KB",
+                "dtype": "float32",
+            },
         ),
-        "from_local": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 1, "load": workers_save}),
+        "from_local": (
+            "train",
+            cluster_config(models["untied"]),
+            {"batch": batch, "updates": 1, "load": workers_save},
+        ),
         "adapters": (
             *("train", cluster_config(models["tied"], *ADAPTERS)),
             {"batch": batch, "updates": 2, "save": folder / "adapters", "ref": True},
         ),
         "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
-        "clip_cov": ("train", cluster_config(models["untied"], *CLIP_COV), {"batch": batch, "updates": 2}),
+        "clip_cov": (
+            "train",
+            cluster_config(models["untied"], *CLIP_COV),
+            {"batch": batch, "updates": 2},
+        ),
         "clip_cov_split": (
             *("train", cluster_config(models["untied"], *CLIP_COV, *SPLIT)),
             {"batch": batch, "updates": 2},
         ),
-        "exchanged": ("train_by_all_to_all", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
-        "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
-        "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
+        "exchanged": (
+            "train_by_all_to_all",
+            cluster_config(models["untied"], *SPLIT),
+            {"batch": batch, "ref": True},
+        ),
+        "split_gradients": (
+            "gradients",
+            cluster_config(models["tied"], WHOLE, *SPLIT),
+            {"batch": batch},
+        ),
+        "split_few": (
+            "gradients",
+            cluster_config(models["tied"], WHOLE, *SPLIT),
+            {"batch": mixed_batch(1, 1)},
+        ),
         "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
     }
     for name, knobs in SHARING.items():
@@ -161,7 +214,9 @@ def local_gradients(config, batch):
     one.models.actor.mismatch, means = MetricSums(), MetricSums()
     (step,) = mini_batches(batch, prompts=8, scale_factor=24.0)
     one.models.actor.accumulate(step, means)
-    return {key: parameter.grad for key, parameter in one.models.actor.module.named_parameters()}, means.sums["pg_loss"]
+    return {
+        key: parameter.grad for key, parameter in one.models.actor.module.named_parameters()
+    }, means.sums["pg_loss"]
 
 
 def distance(found, expected):
@@ -210,16 +265,19 @@ def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
 
 @pytest.mark.parametrize("name", ["clip_cov", "clip_cov_split"])
 def test_clip_cov_drops_as_many_unclipped_tokens_on_two_ranks_as_in_one_process(two, models, name):
-    """Each update has a second optimizer step, where some of the tokens drawn before are clipped."""
+    """Each update has a second optimizer step, where some of the tokens drawn before are
+    clipped."""
     expected = train_local(cluster_config(models["untied"], *CLIP_COV), mixed_batch(), updates=2)
     assert_same_training(getattr(two, name), expected)
     assert all(metrics["actor/cov_selected"] > 0 for metrics in expected["metrics"])
 
 
 @pytest.mark.parametrize("name", list(SHARING))
-def test_ranks_that_read_a_prompt_once_train_as_one_process_that_repeats_it(two, models, monkeypatch, name):
-    """Policy, reference and critic: padded, packed, with sequences that ranks split, with adapters. Ranks and
-    micro-batches cut groups."""
+def test_ranks_that_read_a_prompt_once_train_as_one_process_that_repeats_it(
+    two, models, monkeypatch, name
+):
+    """Policy, reference and critic: padded, packed, with sequences that ranks split, with adapters.
+    Ranks and micro-batches cut groups."""
     monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
     adapters = ADAPTERS if name == "shared_adapters" else ()
     config, batch = cluster_config(models["untied"], *adapters), mixed_batch(n=6, alike=True)
@@ -231,7 +289,9 @@ def test_ranks_that_read_a_prompt_once_train_as_one_process_that_repeats_it(two,
 def test_the_all_to_all_of_a_gpu_trains_as_one_process(two, models):
     """On a CPU DTensor would gather and cut; this is the branch that NCCL gets, over gloo."""
     assert two.exchanged["exchanges"] > 0
-    assert_same_training(two.exchanged, train_local(cluster_config(models["untied"]), mixed_batch(), ref=True))
+    assert_same_training(
+        two.exchanged, train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
+    )
 
 
 def test_bf16_passes_have_float32_masters_and_gradients(two, models):
@@ -241,7 +301,8 @@ def test_bf16_passes_have_float32_masters_and_gradients(two, models):
 
 
 def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):
-    """Two ranks save after 2 of 4 updates; two ranks, one rank and the in-process backend end at the same weights."""
+    """Two ranks save after 2 of 4 updates; two ranks, one rank and the in-process backend end at
+    the same weights."""
     batch, config = mixed_batch(), cluster_config(models["untied"])
     straight = train_local(config, batch, updates=4)
     assert_same_training(two.saved, {**straight, **train_local(config, batch, updates=2)})
@@ -262,7 +323,9 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
             own = [name for name in written if name.startswith(f"{part}/optimizer/")]
             assert own == [f"{part}/optimizer/{rank + 1:05}-of-00002.safetensors"]
     assert not by_rank[0].keys() & by_rank[1].keys()
-    everything = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".safetensors"}
+    everything = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".safetensors"
+    }
     assert everything == by_rank[0].keys() | by_rank[1].keys()
     model = AutoModelForCausalLM.from_pretrained(folder / "actor")
     expected = two.files["weights"]["actor"]
@@ -270,7 +333,9 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name]), name
     config = cluster_config(models["tied"])
-    one = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=True)
+    one = LocalWorkers(
+        config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=True
+    )
     one.load(folder)
     for name, value in one.models.actor.module.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -284,14 +349,21 @@ def test_a_checkpoint_of_the_in_process_backend_loads_on_two_ranks(two, models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "extra"), [(1, ()), (4, ()), (4, HYBRID), (4, (*SPLIT, *HYBRID))], ids=["1", "4", "4 in pairs", "2 x 2"]
+    ("world", "extra"),
+    [(1, ()), (4, ()), (4, HYBRID), (4, (*SPLIT, *HYBRID))],
+    ids=["1", "4", "4 in pairs", "2 x 2"],
 )
 def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world, extra):
-    """In pairs: two groups of two ranks that hold the whole model each; 2 x 2: and split each sequence by two."""
+    """In pairs: two groups of two ranks that hold the whole model each; 2 x 2: and split each
+    sequence by two."""
     batch = mixed_batch()
     jobs = {
         "it": ("train", cluster_config(models["untied"], *extra, ranks=world), {"batch": batch}),
-        "gradients": ("gradients", cluster_config(models["tied"], WHOLE, *extra, ranks=world), {"batch": batch}),
+        "gradients": (
+            "gradients",
+            cluster_config(models["tied"], WHOLE, *extra, ranks=world),
+            {"batch": batch},
+        ),
     }
     found = on_ranks(world, tmp_path, jobs)
     assert_same_training(found.it, train_local(cluster_config(models["untied"]), batch))

@@ -1,4 +1,5 @@
-"""By architecture: two ranks that share its layers have the gradients of one process in float64, or it is refused."""
+"""By architecture: two ranks that share its layers have the gradients of one process in float64, or
+it is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def test_two_ranks_have_the_gradients_of_one_process(tmp_path, subtests):
     alone, jobs = {}, {}
     for kind, more in EQUAL.items():
         folder = save_model(tmp_path / kind, kind, **more)
-        alone[kind] = gradients_of_one_process(cluster_config(folder, WHOLE, recipe="grpo", ranks=1), batch)
+        alone[kind] = gradients_of_one_process(
+            cluster_config(folder, WHOLE, recipe="grpo", ranks=1), batch
+        )
         split = cluster_config(folder, WHOLE, SPLIT, recipe="grpo", ranks=2)
         check_layers(split)
         jobs[kind] = ("gradients", split, {"batch": batch, "dtype": "float64"})
@@ -101,7 +104,10 @@ def test_two_ranks_have_the_gradients_of_one_process(tmp_path, subtests):
     for kind, expected in alone.items():
         with subtests.test(kind):
             found = getattr(ranks, kind)["grads"]
-            norm = sum(float(value.pow(2).sum()) for value in expected.values() if value is not None) ** 0.5
+            norm = (
+                sum(float(value.pow(2).sum()) for value in expected.values() if value is not None)
+                ** 0.5
+            )
             apart = {
                 name: float((found[name] - value).abs().max()) / norm
                 for name, value in expected.items()

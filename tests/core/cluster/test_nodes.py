@@ -1,4 +1,5 @@
-"""What is compared between nodes, how long a phase may take, and what errors and hangs of processes name: no Ray."""
+"""What is compared between nodes, how long a phase may take, and what errors and hangs of processes
+name: no Ray."""
 
 from __future__ import annotations
 
@@ -35,14 +36,20 @@ CODE = {"core/run.py": "1", "core/errors.py": "2", "recipes/x.py": "3"}
     ("theirs", "line"),
     [
         ({}, None),
-        ({"core/run.py": "other"}, "core/run.py: differs from the driver's on node 10.0.0.2 (host); "),
+        (
+            {"core/run.py": "other"},
+            "core/run.py: differs from the driver's on node 10.0.0.2 (host); ",
+        ),
         ({"core/run.py": None}, "core/run.py: differs"),  # not there
         ({"core/left_over.py": "4"}, "core/left_over.py: differs"),
         (
             {"core/run.py": "x", "recipes/x.py": "y"},
             "core/run.py: differs from the driver's on node 10.0.0.2 (host), and "[:-1],
         ),
-        (dict.fromkeys(CODE), "core/errors.py: differs from the driver's on node 10.0.0.2 (host), and so do 2 more"),
+        (
+            dict.fromkeys(CODE),
+            "core/errors.py: differs from the driver's on node 10.0.0.2 (host), and so do 2 more",
+        ),
     ],
 )
 def test_other_code_is_named_by_file_and_node(theirs, line):
@@ -61,7 +68,12 @@ def test_nodes_with_the_same_difference_share_a_line_of_five_at_most():
     ("driver", "first", "second", "lines"),
     [
         ("2.13.0+cpu", "2.13.0+cu130", "2.13.0+cu130", []),  # the head has no GPU
-        ("2.13.0+cpu", "2.13.0+cu130", "2.13.0+cu126", ["torch==2.13.0+cu126: is installed on node 10.0.0.2"]),
+        (
+            "2.13.0+cpu",
+            "2.13.0+cu130",
+            "2.13.0+cu126",
+            ["torch==2.13.0+cu126: is installed on node 10.0.0.2"],
+        ),
         ("2.13.0", "2.12.0", "2.13.0", ["torch==2.12.0: is installed on node 10.0.0.1"]),
         (None, "2.13.0", "2.13.0", []),
         (None, "2.13.0", "2.12.0", ["torch==2.12.0: is installed on node 10.0.0.2"]),
@@ -69,7 +81,9 @@ def test_nodes_with_the_same_difference_share_a_line_of_five_at_most():
 )
 def test_other_versions_are_named_by_package_and_node(driver, first, second, lines):
     mine = report(**({"torch": driver} if driver else {}))
-    found = differences(mine, {"10.0.0.1": report(torch=first), "10.0.0.2": report(torch=second)}, {})
+    found = differences(
+        mine, {"10.0.0.1": report(torch=first), "10.0.0.2": report(torch=second)}, {}
+    )
     assert [line.partition(" (")[0] for line in found] == lines
 
 
@@ -96,7 +110,9 @@ def test_a_report_needs_no_code_of_this_repository_and_sees_a_change(tmp_path):
     def asked():
         env = {"PYTHONPATH": str(tmp_path), "FOLDER": str(tmp_path)}
         command = [sys.executable, "-S", "-c", program]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
         return eval(done.stdout)
 
     before = asked()
@@ -109,9 +125,16 @@ def test_what_is_compared_covers_models_and_a_users_own_loss(tmp_path):
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
     config = cluster_config(tmp_path, f"{loss}={tmp_path}/mine.py:loss")
     found = named_files(config)
-    assert found[f"{tmp_path}/mine.py"] == loss and found[str(tmp_path)].endswith("model.path") and len(found) == 2
+    assert (
+        found[f"{tmp_path}/mine.py"] == loss
+        and found[str(tmp_path)].endswith("model.path")
+        and len(found) == 2
+    )
     assert own_packages(config) == node_report.CODE
-    assert own_packages(cluster_config(tmp_path, f"{loss}=mine.losses:loss")) == (*node_report.CODE, "mine")
+    assert own_packages(cluster_config(tmp_path, f"{loss}=mine.losses:loss")) == (
+        *node_report.CODE,
+        "mine",
+    )
 
 
 # -- before a connection
@@ -125,7 +148,10 @@ def no_address(monkeypatch):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("num_cpu=3", "ray_kwargs.ray_init.num_cpu=3: is no argument of ray.init; the nearest is num_cpus"),
+        (
+            "num_cpu=3",
+            "ray_kwargs.ray_init.num_cpu=3: is no argument of ray.init; the nearest is num_cpus",
+        ),
         ("token=Xq7rStUvW", f"ray_kwargs.ray_init.token={HIDDEN}: is no argument of ray.init"),
         ("_temp_dir=/x", None),
         ("runtime_env.env_vars.A=b", None),
@@ -141,15 +167,22 @@ def test_what_ray_init_refuses_is_a_line_without_secrets(tmp_path, no_address, m
         raise RuntimeError(f"Version mismatch: cluster 2.60, here 2.59\n{options}")
 
     monkeypatch.setattr(ray, "init", refuse)
-    secrets = ("+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY=Xq7rStUvW", "+ray_kwargs.ray_init.num_cpus=3")
-    with pytest.raises(InputError, match="^ray_kwargs.ray_init=.*Version mismatch: cluster 2.60, here 2.59") as caught:
+    secrets = (
+        "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY=Xq7rStUvW",
+        "+ray_kwargs.ray_init.num_cpus=3",
+    )
+    with pytest.raises(
+        InputError, match="^ray_kwargs.ray_init=.*Version mismatch: cluster 2.60, here 2.59"
+    ) as caught:
         ray_pools.connect(cluster_config(tmp_path, *secrets), SimpleNamespace(type="cuda"))
     (line,) = str(caught.value).splitlines()
     assert "Xq7r" not in line and "'num_cpus': 3" in line
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "http://127.0.0.1:8265", "no-such-host.invalid:6379"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "http://127.0.0.1:8265", "no-such-host.invalid:6379"]
+)
 def test_a_wrong_address_is_refused_by_its_name_in_seconds(tmp_path, monkeypatch, address):
     """Ray itself waits for 14 minutes."""
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -200,23 +233,30 @@ def test_a_hang_names_five_processes_the_one_that_others_wait_for_first(monkeypa
         watch.places[name] = Place("id", "10.0.0.2", 100 + rank)
     waiting = 'Thread 1 (idle): "MainThread"\n    all_reduce (torch/distributed.py:1)'
     busy = 'Thread 1 (active): "MainThread"\n    tokenize (mine.py:7)'
-    monkeypatch.setattr(watch, "stacks", lambda asked: {**dict.fromkeys(asked, waiting), names[6]: busy})
+    monkeypatch.setattr(
+        watch, "stacks", lambda asked: {**dict.fromkeys(asked, waiting), names[6]: busy}
+    )
     text = str(watch.timeout("update_actor", names))
     assert text.startswith("learner rank 6 (node 10.0.0.2, pid 106), learner rank 0 (")
     assert " and 4 more did not finish phase update_actor" in text.splitlines()[0]
     assert (
-        text.count("stack of ") == 5 and "stack of learner rank 6 (node 10.0.0.2, pid 106):\nThread 1 (active)" in text
+        text.count("stack of ") == 5
+        and "stack of learner rank 6 (node 10.0.0.2, pid 106):\nThread 1 (active)" in text
     )
     assert innermost(busy) == "tokenize (mine.py:7)"
 
 
 @pytest.mark.parametrize("count", [1, 5, 6])
 def test_a_list_of_names_is_cut_at_five(count):
-    assert listed(map(str, range(count))) == {1: "0", 5: "0, 1, 2, 3, 4", 6: "0, 1, 2, 3, 4 and 1 more"}[count]
+    assert (
+        listed(map(str, range(count)))
+        == {1: "0", 5: "0, 1, 2, 3, 4", 6: "0, 1, 2, 3, 4 and 1 more"}[count]
+    )
 
 
 def test_the_stack_of_a_process_is_that_of_its_work():
-    """Of py-spy's threads the one in this repository's code, and not the one that only shows that the process lives."""
+    """Of py-spy's threads the one in this repository's code, and not the one that only shows that
+    the process lives."""
     if not (tool := node_report.py_spy()):
         pytest.skip("py-spy is not installed")
     assert os.path.exists(tool)
@@ -243,7 +283,10 @@ def trained(tmp_path, errors):
         def __init__(self, config):
             attempts.append(config)
             self.run = SimpleNamespace(
-                run_dir=tmp_path, stop=SimpleNamespace(requested=False), saved_step=2, has_own_checkpoint=False
+                run_dir=tmp_path,
+                stop=SimpleNamespace(requested=False),
+                saved_step=2,
+                has_own_checkpoint=False,
             )
 
         def init_workers(self):

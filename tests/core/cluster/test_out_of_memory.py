@@ -20,9 +20,12 @@ from core.learner.learner import Actor
 from tests.faults.tiny_run import command, prepare
 
 ON_A_GPU = (
-    "CUDA out of memory. Tried to allocate 18.00 GiB. GPU 3 has a total capacity of 79.10 GiB of which 2.90 GiB is "
-    "free. Process 41 has 1.20 GiB memory in use. Including non-PyTorch memory, this process has 76.20 GiB memory in "
-    "use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but "
+    "CUDA out of memory. Tried to allocate 18.00 GiB. GPU 3 has a total capacity of 79.10 GiB of "
+    "which 2.90 GiB is "
+    "free. Process 41 has 1.20 GiB memory in use. Including non-PyTorch memory, this process has "
+    "76.20 GiB memory in "
+    "use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by "
+    "PyTorch but "
     "unallocated."
 )
 TRAINER = "core.ray_trainer:RayPPOTrainer"
@@ -49,9 +52,15 @@ def files(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("phase", PLANTED)
-def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, monkeypatch, capsys, phase):
+def test_the_run_ends_with_a_line_that_names_phase_and_knob(
+    files, tmp_path, monkeypatch, capsys, phase
+):
     monkeypatch.setattr(*PLANTED[phase], fail)
-    more = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.max_restarts=3", "trainer.val_before_train=False"]
+    more = [
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.max_restarts=3",
+        "trainer.val_before_train=False",
+    ]
     config = compose("ppo", command(files, "ppo", 2, *more)(tmp_path / "run")[3:])
     with pytest.raises(SystemExit) as ended:
         work(TRAINER, config)
@@ -59,7 +68,10 @@ def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, mon
     told = capsys.readouterr().err
     assert "restart" not in told
     line = told.splitlines()[-1]
-    assert line.startswith(f"out of memory in phase {phase} in this process: lower ") and ON_A_GPU[:100] in line
+    assert (
+        line.startswith(f"out of memory in phase {phase} in this process: lower ")
+        and ON_A_GPU[:100] in line
+    )
     assert MEMORY_KEYS.get(phase, "gpu_memory_utilization") in line and "TROUBLESHOOTING.md" in line
     if phase != "load":
         assert json.loads((tmp_path / "run/manifest.json").read_text())["status"] == "failed"
@@ -71,7 +83,11 @@ def test_a_real_failure_of_an_allocator_is_known_with_its_amount(library):
         library.empty(2**58, dtype=library.uint8)
     found = out_of_memory(caught.value, "update_actor", "on learner rank 3")
     assert re.match(
-        r"out of memory in phase update_actor on learner rank 3: lower .*(28823\d+ bytes|256\. PiB)", str(found)
+        r"out of memory in phase update_actor on learner rank 3: lower .*(28823\d+ bytes|256\. "
+        r"PiB)",
+        str(found),
     )
     assert "MemoryError" in str(out_of_memory(MemoryError(), "gen"))
-    assert out_of_memory(ValueError("memory"), "gen") is None and out_of_memory(found, "gen") is None
+    assert (
+        out_of_memory(ValueError("memory"), "gen") is None and out_of_memory(found, "gen") is None
+    )

@@ -1,4 +1,5 @@
-"""Which engine gets a request: the samples of a prompt together, the turns of an episode where their prefix is."""
+"""Which engine gets a request: the samples of a prompt together, the turns of an episode where
+their prefix is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One step off-policy over Ray: an engine in a pool of its own works while the learner updates, and nothing is lost."""
+"""One step off-policy over Ray: an engine in a pool of its own works while the learner updates, and
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,15 +22,21 @@ from tests.faults.tiny_run import command, prepare
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 
 STEPS, P = 5, 4
-APART = ("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+APART = (
+    "trainer.backend=ray",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+)
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
-# Groups whose answers are all of one parity are dropped: which are trained depends on every policy before
+# Groups whose answers are all of one parity are dropped: which are trained depends on every policy
+# before
 FILTERED = (
     "custom_reward_function.name=parity",
     "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=score",
     "reward_model.overlong_buffer.enable=False",
-    "data.gen_batch_size=4",  # so few in flight that a step hardly has all of the next one's groups in hand
+    # So few in flight that a step hardly has all of the next one's groups in hand
+    "data.gen_batch_size=4",
     "trainer.test_freq=-1",
     "trainer.val_before_train=False",
     "trainer.save_freq=1",
@@ -55,7 +62,9 @@ class Trainer(RayDAPOTrainer):
         return await super().generate(prompt, *args)
 
     def complete_step(self, groups_P, batch, metrics):
-        self.trained[metrics.step] = [(g.prompt.ordinal, *{t.policy_version for t in g.trajectories}) for g in groups_P]
+        self.trained[metrics.step] = [
+            (g.prompt.ordinal, *{t.policy_version for t in g.trajectories}) for g in groups_P
+        ]
         super().complete_step(groups_P, batch, metrics)
 
 
@@ -96,7 +105,8 @@ def apart(files) -> Fitted:
 
 @pytest.mark.slow
 def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
-    """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is older than that."""
+    """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is
+    older than that."""
     lines = [json.loads(line) for line in (apart.folder / "metrics.jsonl").read_text().splitlines()]
     assert ["timing_s/hidden_ahead" in line for line in lines] == [True] * (STEPS - 1) + [False]
     assert max(line["rollout_corr/probe_diff"] for line in lines) < 1e-4
@@ -113,7 +123,8 @@ def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monke
     monkeypatch.setattr(Trainer, "kill_in", 3)
     killed = fit(files, "killed", *APART, "trainer.max_restarts=1")
     first, second = killed.tries
-    resumed = STEPS - len(second.trained)  # after step 2, or after 1 where that checkpoint was still being written
+    # After step 2, or after 1 where that checkpoint was still being written
+    resumed = STEPS - len(second.trained)
     assert list(first.trained) == [1, 2] and resumed in (1, 2)
     assert list(second.trained) == list(range(resumed + 1, STEPS + 1))
     assert killed.trained == apart.trained

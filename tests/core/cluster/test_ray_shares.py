@@ -1,4 +1,5 @@
-"""Which rows a step sends to each learner rank: shared out over groups of ranks, and put together again."""
+"""Which rows a step sends to each learner rank: shared out over groups of ranks, and put together
+again."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class Learner:
-    """A learner rank without a model: its passes find the token ids, its update nothing. ``asked`` has the batches."""
+    """A learner rank without a model: its passes find the token ids, its update nothing. ``asked``
+    has the batches."""
 
     def __init__(self):
         self.asked: list = []
@@ -48,7 +50,10 @@ class Wire:
         return value
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list:
-        return [getattr(one, method)(*a) for one, a in zip(self.processes, arguments.values(), strict=True)]
+        return [
+            getattr(one, method)(*a)
+            for one, a in zip(self.processes, arguments.values(), strict=True)
+        ]
 
 
 @pytest.fixture(params=["ulysses_sequence_parallel_size", "tensor_model_parallel_size"])
@@ -57,8 +62,15 @@ def workers(request, tmp_path, monkeypatch):
     key = request.param
     packed = [f"{part}.model.use_remove_padding=True" for part in ("actor_rollout_ref", "critic")]
     workers = object.__new__(RayWorkers)
-    config = cluster_config(tmp_path, f"{ACTOR}.{key}=2", f"{ACTOR}.ppo_mini_batch_size=8", *packed, ranks=4)
-    workers.config, workers.ranks, workers.device, workers.watch = config, 4, torch.device("cpu"), Wire()
+    config = cluster_config(
+        tmp_path, f"{ACTOR}.{key}=2", f"{ACTOR}.ppo_mini_batch_size=8", *packed, ranks=4
+    )
+    workers.config, workers.ranks, workers.device, workers.watch = (
+        config,
+        4,
+        torch.device("cpu"),
+        Wire(),
+    )
     monkeypatch.setattr(ray, "put", workers.watch.put)
     return workers
 
@@ -71,7 +83,9 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(workers):
     assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
     assert torch.equal(workers.compute_values(batch), written.float())
     assert update_actor(workers, batch) == {"loss": 1.0}
-    passes, values, update = zip(*(process.learner.asked for process in workers.watch.processes), strict=True)
+    passes, values, update = zip(
+        *(process.learner.asked for process in workers.watch.processes), strict=True
+    )
     for first, second, third, fourth in (passes, [steps[0] for steps in update]):
         assert first is second and third is fourth and len(first) + len(third) == len(batch)
     assert sum(map(len, values)) == len(batch)

@@ -1,4 +1,5 @@
-"""The weight sync of a cluster: real Ray, real ranks, real engines; what is planted in their processes is noticed."""
+"""The weight sync of a cluster: real Ray, real ranks, real engines; what is planted in their
+processes is noticed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def model(tmp_path_factory):
 
 
 def start(model, *settings):
-    return RayWorkers(cluster_config(model, *settings), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    return RayWorkers(
+        cluster_config(model, *settings), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,8 @@ def call(actor, function, *arguments):
 
 
 def narrow(workers, share=6):
-    """Let a sync take several buckets: bytes of a ``share``-th of the model, and room for its largest weight."""
+    """Let a sync take several buckets: bytes of a ``share``-th of the model, and room for its
+    largest weight."""
     weights = call(workers.learners[0], lambda self: self.learner.weights(torch.float32))
     sizes = [weight.room for weight in weights]
     workers.bucket_bytes = max(max(sizes), sum(sizes) // share)
@@ -76,7 +80,9 @@ def train(workers):
 
 def stored(workers):
     """Return the weights of the first engine, by name."""
-    state = call(workers.watch.actors["engine 0"], lambda self: dict(self.engine.model.named_parameters()))
+    state = call(
+        workers.watch.actors["engine 0"], lambda self: dict(self.engine.model.named_parameters())
+    )
     return {name: value.detach().clone() for name, value in state.items()}
 
 
@@ -86,13 +92,19 @@ def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     train(workers)
     weights, limit = narrow(workers)
     loaded, load = [], workers.engine.load
-    monkeypatch.setattr(workers.engine, "load", lambda bucket, others: loaded.append(bucket) or load(bucket, others))
+    monkeypatch.setattr(
+        workers.engine, "load", lambda bucket, others: loaded.append(bucket) or load(bucket, others)
+    )
     assert workers.sync_weights(3)["rollout_corr/probe_diff"] < 1e-5
     assert len(loaded) >= 3 and all(bucket.size <= limit for bucket in loaded)
     assert [weight for bucket in loaded for weight in bucket.weights] == weights
-    expected = call(workers.learners[0], lambda self: dict(self.learner.actor.module.named_parameters()).keys())
+    expected = call(
+        workers.learners[0], lambda self: dict(self.learner.actor.module.named_parameters()).keys()
+    )
     assert stored(workers).keys() == expected
-    assert sum(len(cloudpickle.dumps(one)) for one in loaded) < 1_000 * len(weights), "where the bytes are, not they"
+    assert sum(len(cloudpickle.dumps(one)) for one in loaded) < 1_000 * len(weights), (
+        "where the bytes are, not they"
+    )
 
 
 @pytest.mark.processes
@@ -114,7 +126,9 @@ def test_adapters_arrive_merged(model):
 def test_nothing_is_left_in_memory(beside):
     beside.sync_weights(5)
     for actor in beside.learners:
-        left = call(actor, lambda _: [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()])
+        left = call(
+            actor, lambda _: [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+        )
         assert left and not [path for path in left if "memfd:weights" in path]
 
 
@@ -122,7 +136,8 @@ def test_nothing_is_left_in_memory(beside):
 
 
 def flip(self):
-    """Change a bit of each bucket that arrives at an engine, whose process this is, before it is summed."""
+    """Change a bit of each bucket that arrives at an engine, whose process this is, before it is
+    summed."""
     from core.engines import weight_buckets  # the process's own: this function comes by value
 
     checksum = weight_buckets.checksum
@@ -142,7 +157,9 @@ def test_a_changed_bit_is_noticed(kind, request):
     engine = workers.watch.actors["engine 0"]
     call(engine, flip)
     try:
-        with pytest.raises(WorkersLost, match="other bytes than the learner sent|engine 1 and engine 0"):
+        with pytest.raises(
+            WorkersLost, match="other bytes than the learner sent|engine 1 and engine 0"
+        ):
             workers.sync_weights(8)
     finally:
         call(engine, lambda self: self.restore())
@@ -151,7 +168,8 @@ def test_a_changed_bit_is_noticed(kind, request):
 
 @pytest.mark.processes
 def test_an_engine_with_other_weights_than_its_replica_is_noticed(apart):
-    """The bytes arrived, but did not all reach the model: only checksums of what the engines hold can tell."""
+    """The bytes arrived, but did not all reach the model: only checksums of what the engines hold
+    can tell."""
 
     def plant(self):
         finish = self.engine._finish
@@ -204,7 +222,9 @@ def test_probes_of_wrong_weights_end_the_run(beside, monkeypatch):
     with pytest.raises(WorkersLost, match="stale"):
         beside.sync_weights(2)
     monkeypatch.setattr(
-        beside.engine, "probes", lambda ids: [np.where(np.arange(len(one)) == 3, one - 1, one) for one in probes(ids)]
+        beside.engine,
+        "probes",
+        lambda ids: [np.where(np.arange(len(one)) == 3, one - 1, one) for one in probes(ids)],
     )
     assert beside.sync_weights(3)["rollout_corr/probe_diff"] > 0.9  # one token of 23: an outlier
 

@@ -1,4 +1,5 @@
-"""Over Ray: two ranks train as one process, the engine actor keeps the engine contract, and no loss goes unnoticed."""
+"""Over Ray: two ranks train as one process, the engine actor keeps the engine contract, and no loss
+goes unnoticed."""
 
 import asyncio
 import os
@@ -44,7 +45,9 @@ def model(tmp_path_factory):
 def side_by_side(config):
     """The ranks of a cluster and the in-process backend, both with float64 masters."""
     needs = {"needs_ref": True, "needs_critic": True, "master_dtype": FP64}
-    return tuple(backend(config, tiny_tokenizer(), CPU, **needs) for backend in (RayWorkers, LocalWorkers))
+    return tuple(
+        backend(config, tiny_tokenizer(), CPU, **needs) for backend in (RayWorkers, LocalWorkers)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +81,35 @@ def test_two_ranks_report_and_compute_what_one_process_does(pair):
     for found, expected in metrics:
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
     batch = mixed_batch(groups=5, n=1, seed=3)  # rows that two ranks share unevenly
-    for found, expected in zip(ranks.compute_log_probs(batch), alone.compute_log_probs(batch), strict=True):
+    for found, expected in zip(
+        ranks.compute_log_probs(batch), alone.compute_log_probs(batch), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(ranks.compute_ref_log_prob(batch), alone.compute_ref_log_prob(batch))
-    torch.testing.assert_close(ranks.compute_values(batch), alone.compute_values(batch), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ranks.compute_values(batch), alone.compute_values(batch), rtol=1e-6, atol=1e-6
+    )
     assert not torch.equal(ranks.compute_log_probs(batch)[0], ranks.compute_ref_log_prob(batch))
 
 
 def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     """The metrics of rows that nothing trains on are of all ranks too."""
     ranks, alone, _ = pair
-    only_pg = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.entropy_coeff": 0.0}
+    only_pg = {
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "actor_rollout_ref.actor.entropy_coeff": 0.0,
+    }
     config = cluster_config(model, *(f"{key}={value}" for key, value in only_pg.items()))
     batch = mixed_batch().adding(old_log_probs=None)
     for one in (ranks, alone):
         one.config = config
     alone.models.actor.config = config.actor_rollout_ref.actor
     for actor in ranks.learners:
-        call(actor, lambda self, part: setattr(self.learner.actor, "config", part), config.actor_rollout_ref.actor)
+        call(
+            actor,
+            lambda self, part: setattr(self.learner.actor, "config", part),
+            config.actor_rollout_ref.actor,
+        )
     found, expected = (
         update_actor(ranks, batch),
         update_actor(alone, batch),
@@ -125,19 +139,25 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     after = [update_actor(ranks, batch)["actor/grad_norm"] for _ in range(2)]
     ranks.load(tmp_path)
     torch.testing.assert_close(ranks.compute_log_probs(batch)[0], before, rtol=1e-12, atol=1e-12)
-    assert [update_actor(ranks, batch)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
+    assert [update_actor(ranks, batch)["actor/grad_norm"] for _ in range(2)] == pytest.approx(
+        after, rel=1e-12
+    )
 
 
 def same_answers(ranks, alone, count):
-    """Every weight reached the engine: the same tokens as of the in-process backend, once both are synced."""
+    """Every weight reached the engine: the same tokens as of the in-process backend, once both are
+    synced."""
     requests = [ask((50 + i // 4, 60), seed=i, max_tokens=9) for i in range(count)]
-    for found, expected in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
+    for found, expected in zip(
+        sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True
+    ):
         assert ids(found) == ids(expected) and found.policy_version == expected.policy_version
 
 
 @pytest.mark.slow  # four more processes
 def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
-    """Their groups get shares of a batch, whole weights reach the engine, and a checkpoint brings them back."""
+    """Their groups get shares of a batch, whole weights reach the engine, and a checkpoint brings
+    them back."""
     size = "tensor_model_parallel_size=2"
     config = cluster_config(model, f"actor_rollout_ref.actor.{size}", f"critic.{size}", ranks=4)
     batch, (ranks, alone) = mixed_batch(), side_by_side(config)
@@ -176,7 +196,8 @@ class FedEngine(RayEngine):
         size = sum(weight.room for weight in weights)
         self.begin_update(weights)  # refused while requests are in flight, whatever is sent
         values = (value for _, value in held)
-        staging = Staging(size, CPU)  # held until the engines have read its file, as a learner rank holds its own
+        # Held until the engines have read its file, as a learner rank holds its own
+        staging = Staging(size, CPU)
         (bucket,) = pack(weights, values, size, staging)
         self.load(bucket)
         self.end_update(version)
@@ -187,7 +208,8 @@ class FedEngine(RayEngine):
 
 @pytest.mark.slow  # the contract of engines once more, over Ray: minutes
 class TestRayEngine(ModelEngineContract):
-    """The contract of every engine, over the wire: one actor for all of them, with a fresh engine each."""
+    """The contract of every engine, over the wire: one actor for all of them, with a fresh engine
+    each."""
 
     @pytest.fixture(scope="class", autouse=True)
     def actor(self, model, cluster):
@@ -207,12 +229,14 @@ class TestRayEngine(ModelEngineContract):
         return FedEngine(watch, ["engine 0"])
 
     def test_aborted_rows_are_not_computed_on(self, engine):
-        """An abort travels while the engine decodes on: far fewer rows than without it, but not a number to the row."""
+        """An abort travels while the engine decodes on: far fewer rows than without it, but not a
+        number to the row."""
         before = self.counts(engine).row_steps
 
         async def abort_soon() -> None:
             doomed = [
-                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=240, ignore_eos=True))) for i in range(40)
+                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=240, ignore_eos=True)))
+                for i in range(40)
             ]
             await engine.sample(ask(seed=99, max_tokens=3, ignore_eos=True))
             for task in doomed:
@@ -224,7 +248,12 @@ class TestRayEngine(ModelEngineContract):
         assert self.counts(engine).row_steps - before <= 40 * 240 / 2
 
     def counts(self, engine: RayEngine) -> Counts:
-        return Counts(*call(self.shared, lambda process: (process.engine.prefill_tokens, process.engine.row_steps)))
+        return Counts(
+            *call(
+                self.shared,
+                lambda process: (process.engine.prefill_tokens, process.engine.row_steps),
+            )
+        )
 
 
 # -- what goes wrong
@@ -277,7 +306,9 @@ def test_a_hang_names_phase_and_rank_and_a_full_or_dead_learner_its_rank(small):
         update_actor(small, mixed_batch())
     os.kill(pid_of(small.learners[1]), signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(WorkersLost, match="learner rank 1 died in phase update_actor .node .*, pid "):
+    with pytest.raises(
+        WorkersLost, match="learner rank 1 died in phase update_actor .node .*, pid "
+    ):
         update_actor(small, mixed_batch())
     assert time.monotonic() - start < 20
 
@@ -288,12 +319,16 @@ def test_a_death_while_samples_are_written_ends_them(small, victim):
     pid = pid_of(small.watch.actors[victim])
 
     async def kill_under() -> None:
-        tasks = [asyncio.ensure_future(small.engine.sample(ask(seed=i, max_tokens=240))) for i in range(64)]
+        tasks = [
+            asyncio.ensure_future(small.engine.sample(ask(seed=i, max_tokens=240)))
+            for i in range(64)
+        ]
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
 
-    if victim != "engine 0":  # an engine that hangs on keeps the samples from ending before the death is known
+    # An engine that hangs on keeps the samples from ending before the death is known
+    if victim != "engine 0":
         small.watch.actors["engine 0"].__ray_call__.remote(lambda self: time.sleep(5))
     start = time.monotonic()
     with pytest.raises(WorkersLost, match=f"{victim} died in phase generate"):
@@ -324,7 +359,9 @@ def test_a_cluster_without_room_says_so(model):
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         ranks=16,
     )
-    with pytest.raises(NoRoom, match="n_gpus_per_node=16: 0 of 1 nodes have room; free CPUs by node: .* of 8"):
+    with pytest.raises(
+        NoRoom, match="n_gpus_per_node=16: 0 of 1 nodes have room; free CPUs by node: .* of 8"
+    ):
         RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
 
 
@@ -336,7 +373,10 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
 
     def given(*overrides):
-        connect(cluster_config(model, *(f"+ray_kwargs.ray_init.{override}" for override in overrides)), CPU)
+        connect(
+            cluster_config(model, *(f"+ray_kwargs.ray_init.{override}" for override in overrides)),
+            CPU,
+        )
         return seen[-1]
 
     local = given("log_to_driver=False")
@@ -349,11 +389,16 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     assert FOLDER in given("log_to_driver=False")["runtime_env"]["env_vars"]
 
 
-def test_a_process_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path, monkeypatch):
+def test_a_process_without_the_run_folder_is_named_before_a_model_loads(
+    model, tmp_path, monkeypatch
+):
     processes, blind = object.__new__(RayProcesses), False
 
     def look(phase, method, calls):
-        found = [LearnerProcess(1).facts(lambda: ([], "id", "10.0.0.9"), path) for _, path in calls.values()]
+        found = [
+            LearnerProcess(1).facts(lambda: ([], "id", "10.0.0.9"), path)
+            for _, path in calls.values()
+        ]
         return [one._replace(sees=False) for one in found] if blind else found
 
     processes.config = cluster_config(model, f"trainer.default_local_dir={tmp_path}")
@@ -362,5 +407,7 @@ def test_a_process_without_the_run_folder_is_named_before_a_model_loads(model, t
     CheckpointStore(tmp_path).claim()
     assert processes._facts(["learner rank 0"])[0].sees
     blind = True
-    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 .node 10.0.0.9"):
+    with pytest.raises(
+        InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 .node 10.0.0.9"
+    ):
         processes._facts(["learner rank 0"])

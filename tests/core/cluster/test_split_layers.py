@@ -1,4 +1,5 @@
-"""Ranks that share every layer, beside FSDP2 on the others, train what one process trains: to 1e-12 in float64."""
+"""Ranks that share every layer, beside FSDP2 on the others, train what one process trains: to 1e-12
+in float64."""
 
 from types import SimpleNamespace
 
@@ -26,7 +27,10 @@ ACTOR, SIZE = "actor_rollout_ref.actor", "tensor_model_parallel_size"
 LAYERS = (f"{ACTOR}.{SIZE}=2", f"critic.{SIZE}=2")
 PACKED = ("actor_rollout_ref.model.use_remove_padding=True", "critic.model.use_remove_padding=True")
 PAIRS = (f"{ACTOR}.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=2")
-OFFLOADED = (f"{ACTOR}.fsdp_config.offload_policy=True", "critic.model.fsdp_config.offload_policy=True")
+OFFLOADED = (
+    f"{ACTOR}.fsdp_config.offload_policy=True",
+    "critic.model.fsdp_config.offload_policy=True",
+)
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -36,12 +40,17 @@ def config_of(model, *overrides):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """``uneven``: what a rank has of the MLP, 33 rows, is no multiple of the two ranks that shard it."""
+    """``uneven``: what a rank has of the MLP, 33 rows, is no multiple of the two ranks that shard
+    it."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "uneven": write_model(folder / "uneven", intermediate_size=66),
         "tied": write_model(
-            folder / "tied", arch="llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+            folder / "tied",
+            arch="llama",
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
         ),
         "norms": write_model(folder / "norms", arch="qwen3"),  # of single heads
     }
@@ -54,7 +63,11 @@ def four(models, tmp_path_factory):
     batch, save = mixed_batch(), folder / "saved"
     few = {"batch": batch, "updates": 2}
     jobs = {
-        "saved": ("train", config_of(models["uneven"], *LAYERS), {**few, "save": save, "ref": True}),
+        "saved": (
+            "train",
+            config_of(models["uneven"], *LAYERS),
+            {**few, "save": save, "ref": True},
+        ),
         "sharded": ("train", config_of(models["uneven"]), {**few, "load": save}),
         "packed": ("train", config_of(models["tied"], *LAYERS, *PACKED), few),
         "shared": (
@@ -68,21 +81,32 @@ def four(models, tmp_path_factory):
 
 @pytest.mark.processes
 def test_two_pairs_of_ranks_train_as_one_process(four, models):
-    """Losses, gradient norms (which are clipped), AdamW's steps, the reference's log-probs; padded."""
+    """Losses, gradient norms (which are clipped), AdamW's steps, the reference's log-probs;
+    padded."""
     batch = mixed_batch()
     expected = train_local(config_of(models["uneven"]), batch, updates=2, ref=True)
     assert_same_training(four.saved, expected, **EXACT)
-    norms = [metrics[f"{part}/grad_norm"] for metrics in expected["metrics"] for part in ("actor", "critic")]
+    norms = [
+        metrics[f"{part}/grad_norm"]
+        for metrics in expected["metrics"]
+        for part in ("actor", "critic")
+    ]
     assert max(norms) > 1.0 > min(norms), "no norm, or every norm, was clipped"
     # packed sequences and a tied head
-    assert_same_training(four.packed, train_local(config_of(models["tied"]), mixed_batch(), updates=2), **EXACT)
+    assert_same_training(
+        four.packed, train_local(config_of(models["tied"]), mixed_batch(), updates=2), **EXACT
+    )
 
 
 @pytest.mark.processes
-def test_pairs_that_read_a_prompt_once_train_as_one_process_that_repeats_it(four, models, monkeypatch):
+def test_pairs_that_read_a_prompt_once_train_as_one_process_that_repeats_it(
+    four, models, monkeypatch
+):
     monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
     batch = mixed_batch(n=6, alike=True)
-    assert_same_training(four.shared, train_local(config_of(models["uneven"]), batch, updates=2, ref=True))
+    assert_same_training(
+        four.shared, train_local(config_of(models["uneven"]), batch, updates=2, ref=True)
+    )
     assert len(four.shared["shared"]) > 4 and max(four.shared["shared"]) > 6  # sequences in a pass
 
 
@@ -110,10 +134,12 @@ def more(models, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("job", "model"), [("split", "uneven"), ("norms", "norms"), ("pairs", "tied"), ("offloaded", "tied")]
+    ("job", "model"),
+    [("split", "uneven"), ("norms", "norms"), ("pairs", "tied"), ("offloaded", "tied")],
 )
 def test_other_settings_train_as_one_process(more, models, job, model):
-    """Layers and sequences shared at once, norms of single heads, two copies of the model, state on the CPU."""
+    """Layers and sequences shared at once, norms of single heads, two copies of the model, state on
+    the CPU."""
     expected = train_local(config_of(models[model]), mixed_batch(), updates=2, ref=job == "split")
     assert_same_training(more[job], expected, **EXACT)
 
@@ -132,7 +158,12 @@ def test_a_model_without_a_plan_or_of_another_style_is_refused():
 )
 def test_weights_inside_a_split_layer_that_the_plan_leaves_out_are_refused(kind, more):
     """xIELU's alphas and Phi's norms of heads had wrong gradients beside the right loss."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**shape, **more))
     if kind == "qwen3" or (kind == "phi" and not more):

@@ -1,4 +1,5 @@
-"""Users' files by path: what they may import, and what is said where an import cannot be answered."""
+"""Users' files by path: what they may import, and what is said where an import cannot be
+answered."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from core.rewards.graders import GraderPool
 from core.rewards.grading import CustomFunction, Job, Scorers
 
 REWARD = (
-    "from words import weight\n\ndef compute_score(solution_str, **kwargs):\n    return weight * len(solution_str)\n"
+    "from words import weight\n\ndef compute_score(solution_str, **kwargs):\n    return weight * "
+    "len(solution_str)\n"
 )
 
 
@@ -28,7 +30,9 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def test_a_file_imports_from_its_folder_its_project_s_root_and_src_and_leaves_no_folder_behind(tmp_path):
+def test_a_file_imports_from_its_folder_its_project_s_root_and_src_and_leaves_no_folder_behind(
+    tmp_path,
+):
     files = {
         "setup.py": "",
         "package_of_root/part.py": "above = 2\n",
@@ -54,7 +58,9 @@ def test_a_file_is_run_once_and_files_of_one_name_do_not_collide(tmp_path):
 
 def test_a_reward_function_s_neighbours_are_imported_in_a_grader_too(tmp_path):
     write(tmp_path, {"pyproject.toml": "", "rewards/mine.py": REWARD, "words.py": "weight = 2\n"})
-    pool = GraderPool(Scorers(custom=CustomFunction(f"{tmp_path}/rewards/mine.py")), num_workers=1, timeout_s=60.0)
+    pool = GraderPool(
+        Scorers(custom=CustomFunction(f"{tmp_path}/rewards/mine.py")), num_workers=1, timeout_s=60.0
+    )
     try:
         assert asyncio.run(pool.run(Job("any", "four", None, {}))).value == 8.0
     finally:
@@ -66,7 +72,10 @@ def test_what_goes_to_an_actor_needs_no_import_there(tmp_path):
     write(tmp_path, {"pyproject.toml": "", "rewards/mine.py": REWARD, "words.py": "weight = 2\n"})
     packed = cloudpickle.dumps(load_object(f"{tmp_path}/rewards/mine.py:compute_score"))
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer)(solution_str='four'))"
-    assert subprocess.run([sys.executable, "-c", script], input=packed, capture_output=True).stdout == b"8\n"
+    assert (
+        subprocess.run([sys.executable, "-c", script], input=packed, capture_output=True).stdout
+        == b"8\n"
+    )
     assert pickle.loads(packed)(solution_str="ab") == 4
 
 

@@ -1,4 +1,5 @@
-"""Code is named on the command line: which keys can name it, and what becomes of an artefact that does."""
+"""Code is named on the command line: which keys can name it, and what becomes of an artefact that
+does."""
 
 from __future__ import annotations
 
@@ -17,10 +18,25 @@ KEYS = {key: schema for schema in recorded.schemas() for key in convert.all_keys
 
 
 def test_the_keys_that_can_name_code():
-    ends = ("tool_config_path", "interaction_config_path", "override_config", "engine_kwargs", "ray_init")
-    ends += ("trust_remote_code", "allow_unisolated", "custom_reward_function.path", "custom_reward_function.name")
-    assert {key for key in KEYS if recorded.CODE.search(key)} == {key for key in KEYS if key.endswith(ends)}
-    own = {key for key, schema in KEYS.items() if OWN_CODE in choices(convert.all_keys(schema)[key])}
+    ends = (
+        "tool_config_path",
+        "interaction_config_path",
+        "override_config",
+        "engine_kwargs",
+        "ray_init",
+    )
+    ends += (
+        "trust_remote_code",
+        "allow_unisolated",
+        "custom_reward_function.path",
+        "custom_reward_function.name",
+    )
+    assert {key for key in KEYS if recorded.CODE.search(key)} == {
+        key for key in KEYS if key.endswith(ends)
+    }
+    own = {
+        key for key, schema in KEYS.items() if OWN_CODE in choices(convert.all_keys(schema)[key])
+    }
     assert own == {*OWN_FUNCTIONS}
 
 
@@ -50,9 +66,13 @@ def test_an_artefact_that_names_code_is_refused():
         with pytest.raises(InputError) as refused:
             composition.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
         line = str(refused.value)
-        assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
+        assert (
+            line.startswith("ARTEFACT: its settings name code that would run here: ")
+            and key in line
+        )
         append = line.rpartition("If you trust that code, append ")[2]
-        composition.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
+        # As the message says
+        composition.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))
     with pytest.raises(InputError):  # the value has to be named, and not the key alone
         composition.refuse_code("ARTEFACT", config, "grpo", [f"{key}=mine"])
     plain = {"actor_rollout_ref.model.path": "/models/x", "trainer.logger": ["console", "wandb"]}
@@ -60,14 +80,19 @@ def test_an_artefact_that_names_code_is_refused():
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
-    """An interpolation would be resolved after the check of what was given, and could read the environment."""
+    """An interpolation would be resolved after the check of what was given, and could read the
+    environment."""
     monkeypatch.setenv("SECRET", "token")
-    hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
+    hidden = {
+        "trainer.project_name": "evil.py:f",
+        "algorithm.adv_estimator": "${trainer.project_name}",
+    }
     assert "evil.py:f" not in str(recorded.code_in(examine("grpo", (), hidden).config))
     told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
     config = examine("grpo", (), told).config
     assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
-    name = {"trainer.experiment_name": told["data.prompt_key"]}  # part of a path: refused as given, not as resolved
+    # Part of a path: refused as given, not as resolved
+    name = {"trainer.experiment_name": told["data.prompt_key"]}
     (problem,) = examine("grpo", (), name).problems
     assert problem.startswith("trainer.experiment_name=a\\${oc.env:SECRET}: must be a name")
 

@@ -13,7 +13,17 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from core.config import Config, compose, convert, diff, examine, recipes, recorded, registry, to_yaml
+from core.config import (
+    Config,
+    compose,
+    convert,
+    diff,
+    examine,
+    recipes,
+    recorded,
+    registry,
+    to_yaml,
+)
 from core.config.code_by_path import load_object
 from core.config.defaults import resolve
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY, thaw
@@ -27,20 +37,35 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 
 
 def test_every_key_and_default_is_verls_or_listed_with_a_reason():
-    rows = re.findall(r"^\| `([\w.]+)` \| `(.+?)` \| `(.+?)` \| .+ \|$", README.read_text(), re.MULTILINE)
-    changed = {key: tuple(value if "$" in value else yaml.safe_load(value) for value in both) for key, *both in rows}
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `(.+?)` \| `(.+?)` \| .+ \|$", README.read_text(), re.MULTILINE
+    )
+    changed = {
+        key: tuple(value if "$" in value else yaml.safe_load(value) for value in both)
+        for key, *both in rows
+    }
     mine = convert.flat(Config())
     for key in set(VERL) & set(mine):
         value, here = VERL[key], thaw(mine[key])
-        assert (changed[key] == (value, here) and value != here) if key in changed else here == value, key
+        assert (
+            (changed[key] == (value, here) and value != here) if key in changed else here == value
+        ), key
     assert set(changed) <= set(VERL)
 
 
 def test_the_tables_of_implementations_name_functions_and_keys_that_exist():
-    sections = {"algorithm": registry.ESTIMATORS, ACTOR: registry.POLICY_LOSSES, ROLLOUT: registry.ENGINES}
+    sections = {
+        "algorithm": registry.ESTIMATORS,
+        ACTOR: registry.POLICY_LOSSES,
+        ROLLOUT: registry.ENGINES,
+    }
     for section, table in sections.items():
-        assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-        assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
+        assert all(
+            convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads
+        ), section
+        assert all(
+            callable(load_object(entry.function)) for entry in table.values() if entry.function
+        )
 
 
 def test_roles_of_keys():
@@ -58,11 +83,17 @@ def test_roles_of_keys():
 
 
 def test_nothing_can_be_changed():
-    config = compose("ppo", [f"{ACTOR}.clip_ratio=0.1", "+actor_rollout_ref.model.override_config.a={b: [1]}"])
+    config = compose(
+        "ppo", [f"{ACTOR}.clip_ratio=0.1", "+actor_rollout_ref.model.override_config.a={b: [1]}"]
+    )
     with pytest.raises(ValidationError, match="frozen"):
         config.trainer.seed = 2
     override = config.actor_rollout_ref.model.override_config
-    for change in (lambda: override.update(c=1), lambda: override["a"].pop("b"), lambda: override.__ior__({"c": 1})):
+    for change in (
+        lambda: override.update(c=1),
+        lambda: override["a"].pop("b"),
+        lambda: override.__ior__({"c": 1}),
+    ):
         with pytest.raises(TypeError, match="cannot be changed"):
             change()
     assert override == {"a": {"b": (1,)}}
@@ -71,17 +102,26 @@ def test_nothing_can_be_changed():
 
 
 def test_a_recipe_may_have_keys_of_its_own():
-    config = compose("search_r1", ["max_turns=2", "retriever.topk=5", "+retriever.client.timeout_s=3"])
+    config = compose(
+        "search_r1", ["max_turns=2", "retriever.topk=5", "+retriever.client.timeout_s=3"]
+    )
     assert type(config) is recipes.schema_of("search_r1") and isinstance(config, Config)
     assert (config.max_turns, config.do_search, config.retriever.topk) == (2, True, 5)
-    own = {"max_turns", "do_search", *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local"))}
+    own = {
+        "max_turns",
+        "do_search",
+        *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
+    }
     assert convert.flat(config).keys() - convert.flat(Config()).keys() == own
     changed = convert.replaced(config, {"retriever.topk": 3, "trainer.seed": 7})
     assert diff(config, changed) == {"retriever.topk": (5, 3), "trainer.seed": (1, 7)}
     assert convert.as_json(config)["retriever.client"] == {"timeout_s": 3}
     assert recipes.schema_of("grpo") is Config and diff(compose("grpo"), compose("grpo")) == {}
-    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).retriever.topk)"  # as in an actor of Ray
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True, cwd=ROOT)
+    # As in an actor of Ray
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).retriever.topk)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True, cwd=ROOT
+    )
     assert done.stdout.strip() == b"5", done.stderr
 
 
@@ -91,7 +131,8 @@ def test_layers_win_in_order():
         (["preset=paper"], 64),
         ([f"{ROLLOUT}.n=7", "preset=paper"], 7),
         (["preset=script", "preset=paper"], 64),
-        (["preset=script", f"{ROLLOUT}.n=4", "--", "preset=paper"], 64),  # what stands before -- is a script's
+        # What stands before -- is a script's
+        (["preset=script", f"{ROLLOUT}.n=4", "--", "preset=paper"], 64),
         (["preset=script", f"{ROLLOUT}.n=4", "--", "preset=paper", f"{ROLLOUT}.n=8"], 8),
         ([f"{ROLLOUT}.n=4", "--", f"{ROLLOUT}.n=8"], 8),
     ):
@@ -118,7 +159,10 @@ def test_a_preset_that_a_file_names_lies_under_the_file(tmp_path):
     assert (found.config.actor_rollout_ref.rollout.n, found.config.trainer.seed) == (64, 4)
     assert not found.problems and not found.warnings
     found = examine("grpo", [*file, "preset=script"])
-    assert found.config.actor_rollout_ref.rollout.n == compose("grpo", ["preset=script"]).actor_rollout_ref.rollout.n
+    assert (
+        found.config.actor_rollout_ref.rollout.n
+        == compose("grpo", ["preset=script"]).actor_rollout_ref.rollout.n
+    )
     assert found.config.trainer.seed == 4
     assert [one.partition(":")[0] for one in found.warnings] == ["preset=script"]
 
@@ -144,8 +188,16 @@ def test_a_slash_in_the_name_of_a_run_is_read_as_a_dash():
 
 
 def test_plus_signs_and_sections():
-    config = compose("ppo", ["+data.seed=3", "++trainer.seed=4", "critic.optim={lr: 1e-4}", "data={shuffle: False}"])
-    assert (config.data.seed, config.trainer.seed, config.critic.optim.lr, config.data.shuffle) == (3, 4, 1e-4, False)
+    config = compose(
+        "ppo",
+        ["+data.seed=3", "++trainer.seed=4", "critic.optim={lr: 1e-4}", "data={shuffle: False}"],
+    )
+    assert (config.data.seed, config.trainer.seed, config.critic.optim.lr, config.data.shuffle) == (
+        3,
+        4,
+        1e-4,
+        False,
+    )
     assert config.critic.optim.weight_decay == 0.01
 
 
@@ -153,7 +205,10 @@ def test_values_are_read_as_meant(monkeypatch):
     monkeypatch.setenv("SOMEWHERE", "/data")
     expected = {
         "data.train_files=~/a.parquet": ("~/a.parquet",),
-        "data.val_files=['${oc.env:SOMEWHERE}/b.parquet', c.parquet]": ("/data/b.parquet", "c.parquet"),
+        "data.val_files=['${oc.env:SOMEWHERE}/b.parquet', c.parquet]": (
+            "/data/b.parquet",
+            "c.parquet",
+        ),
         "trainer.experiment_name=lr=1e-6 (it's)": "lr=1e-6 (it's)",
         "data.max_prompt_length=1e3": 1000,
         "critic.optim.lr=1": 1.0,
@@ -175,14 +230,18 @@ def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, m
     monkeypatch.setattr(recipes, "RECIPES", tmp_path)
     assert examine("nope", ()).problems == ("recipe=nope: has no config file; choose one of plain",)
     lines = examine("plain", ["preset=x"]).problems
-    assert lines[0].startswith("data.nope=4: unknown key")  # a recipe's file is held to the same rules
+    # A recipe's file is held to the same rules
+    assert lines[0].startswith("data.nope=4: unknown key")
     assert lines[1:] == (
         "preset=x: unknown preset; leave it out: this recipe has none",
-        "trainer.seed=???: cannot be read (Missing mandatory value: seed); give it a value, or mend it",
+        "trainer.seed=???: cannot be read (Missing mandatory value: seed); give it a value, or "
+        "mend it",
     )
     (folder / "preset").mkdir()
     (folder / "preset" / "one.yaml").touch()
-    assert examine("plain", ["preset=x"]).problems[1] == "preset=x: unknown preset; choose one of one"
+    assert examine("plain", ["preset=x"]).problems[1] == (
+        "preset=x: unknown preset; choose one of one"
+    )
 
 
 def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
@@ -192,26 +251,37 @@ def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
         "actor_rollout_ref: {rollout: {n: 6, n_val: 4, val_temperature: 0.7, temperature: 0.9}}\n"
         "trainer: {experiment_name: '${data.max_prompt_length}-tokens'}\n"
     )
-    (tmp_path / "over_recipe.yaml").write_text("defaults: [grpo, _self_]\ndata: {max_prompt_length: 99}\n")
+    (tmp_path / "over_recipe.yaml").write_text(
+        "defaults: [grpo, _self_]\ndata: {max_prompt_length: 99}\n"
+    )
     options = [f"--config-path={tmp_path}", "--config-name=mine"]
-    composed = examine("grpo", [*options, f"{ROLLOUT}.temperature=0.8", "algorithm.adv_estimator=gae"])
+    composed = examine(
+        "grpo", [*options, f"{ROLLOUT}.temperature=0.8", "algorithm.adv_estimator=gae"]
+    )
     rollout = composed.config.actor_rollout_ref.rollout
     assert composed.problems == () and composed.config.data.max_prompt_length == 1024
     assert (rollout.n, rollout.temperature, rollout.val_kwargs.n) == (6, 0.8, 4)
     assert composed.config.trainer.experiment_name == "1024-tokens"
-    assert "data.return_raw_chat" in composed.unused  # keys of other versions are read as typed ones are
-    assert examine("grpo", options).config.algorithm.adv_estimator == "gae"  # the recipe's grpo is not named
+    # Keys of other versions are read as typed ones are
+    assert "data.return_raw_chat" in composed.unused
+    # The recipe's grpo is not named
+    assert examine("grpo", options).config.algorithm.adv_estimator == "gae"
     (line,) = examine("grpo", [options[0], "--config-name=over_recipe.yaml"]).problems
     assert "its defaults list names grpo" in line
     (tmp_path / "list.yaml").write_text("- data\n")
     (line,) = examine("grpo", [options[0], "--config-name=list"]).problems
     assert "list.yaml: cannot be read" in line
     (line,) = examine("grpo", ["--config-path=nowhere/at/all", "--config-name=x"]).problems
-    assert line.startswith("--config-name=nowhere/at/all/x.yaml: cannot be read") and "\n" not in line
+    assert (
+        line.startswith("--config-name=nowhere/at/all/x.yaml: cannot be read") and "\n" not in line
+    )
 
 
 def test_nulls_follow_other_keys(monkeypatch):
-    config = compose("ppo", ["actor_rollout_ref.model.path=org/My-Model", "trainer.seed=3", f"{ACTOR}.clip_ratio=0.1"])
+    config = compose(
+        "ppo",
+        ["actor_rollout_ref.model.path=org/My-Model", "trainer.seed=3", f"{ACTOR}.clip_ratio=0.1"],
+    )
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.1)
     assert critic.model.path == "org/My-Model" and critic.enable is True
@@ -220,7 +290,9 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert (trainer.project_name, trainer.experiment_name) == ("rlrepro-ppo", "My-Model-seed3")
     assert trainer.default_local_dir == "outputs/ppo/My-Model-seed3"
     assert compose("grpo").critic.enable is False and resolve(config, "ppo") == config
-    one = compose("ppo", [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"]).actor_rollout_ref.actor
+    one = compose(
+        "ppo", [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"]
+    ).actor_rollout_ref.actor
     assert (one.clip_ratio_low, one.clip_ratio_high) == (0.1, 0.28)
     for typed, backend in (("trainer.nnodes=2", "ray"), ("trainer.n_gpus_per_node=1", "local")):
         assert examine("ppo", [typed]).config.trainer.backend == backend
@@ -237,7 +309,11 @@ def test_nulls_follow_other_keys(monkeypatch):
         ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"], (False, 16), (False, 16)),
         (["critic.ppo_micro_batch_size_per_gpu=8"], (True, None), (False, 8)),
         (
-            [f"{ACTOR}.use_dynamic_bsz=True", "critic.use_dynamic_bsz=False", "critic.ppo_micro_batch_size_per_gpu=8"],
+            [
+                f"{ACTOR}.use_dynamic_bsz=True",
+                "critic.use_dynamic_bsz=False",
+                "critic.ppo_micro_batch_size_per_gpu=8",
+            ],
             *((True, None), (False, 8)),
         ),
     ],
@@ -264,13 +340,26 @@ def test_composing_and_help_import_nothing_heavy():
         "compose('grpo', ['data.seed=1']); help_text('grpo', [], ['clip'])\n"
         "print([m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
 def test_a_name_is_one_part_of_a_path(key):
-    for name in ("../../etc", "a\\\\b", "..", ".hidden", "-rf", "''", "' a'", '"a\\nb"', "\x1b[2J", "a" * 300):
+    for name in (
+        "../../etc",
+        "a\\\\b",
+        "..",
+        ".hidden",
+        "-rf",
+        "''",
+        "' a'",
+        '"a\\nb"',
+        "\x1b[2J",
+        "a" * 300,
+    ):
         with pytest.raises(InputError) as raised:
             compose("grpo", [f"{key}={name}"])
         (problem,) = raised.value.problems

@@ -1,4 +1,5 @@
-"""Keys that are unknown, texts that cannot be read, values of the wrong type: what is said of each."""
+"""Keys that are unknown, texts that cannot be read, values of the wrong type: what is said of
+each."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ def test_an_unknown_key_names_the_nearest_of_its_section():
 
 
 def test_a_letter_too_many_too_few_or_another_names_the_key_that_was_meant():
-    """Of 300 random misspellings of one letter 95 in 100 get the right advice, and 1 at most a wrong one."""
+    """Of 300 random misspellings of one letter 95 in 100 get the right advice, and 1 at most a
+    wrong one."""
     draw = random.Random(1)
     known = list(convert.all_keys(Config))
     found = []
     while len(found) < 300:
         key = draw.choice(known)
         at = draw.randrange(len(key) - 1)
-        letters = {key[:at] + key[at + 1 :], key[:at] + "x" + key[at + 1 :], key[:at] + "x" + key[at:]}
+        letters = {
+            key[:at] + key[at + 1 :],
+            key[:at] + "x" + key[at + 1 :],
+            key[:at] + "x" + key[at:],
+        }
         letters.add(key[:at] + key[at + 1] + key[at] + key[at + 2 :])
         wrong = draw.choice(sorted(letters))
         if wrong not in known:
@@ -82,14 +88,18 @@ def test_a_value_that_does_not_fit():
         "trainer.experiment_name=1e-6": "must be a valid string (quote",
         "trainer.seed=" + "9" * 400: "must be a whole number below 2**63",
         "data.train_files=[]": "must be at least one path",
-        "data.apply_chat_template_kwargs=[1,2]": "must be a mapping, as in {name: value}; the default is {}",
+        "data.apply_chat_template_kwargs=[1,2]": "must be a mapping, as in {name: value}; the "
+        "default is {}",
         "data=5": "is a section",
     }.items():
         (line,) = lines(override)
         assert rule in line and line.startswith(override.split("=")[0]) and "\n" not in line, line
     (line,) = lines(f"{thresholds}=token", f"{thresholds}_threshold='nan'")
     assert "its thresholds do not fit" in line
-    own = ["algorithm.adv_estimator=my.module:advantage", f"{ACTOR}.policy_loss.loss_mode=a/b.py:loss"]
+    own = [
+        "algorithm.adv_estimator=my.module:advantage",
+        f"{ACTOR}.policy_loss.loss_mode=a/b.py:loss",
+    ]
     assert compose("ppo", own).algorithm.adv_estimator == "my.module:advantage"
 
 
@@ -117,26 +127,41 @@ def test_what_cannot_be_read_is_one_line():
         both = {line, "data.shuffle=7: must be a valid boolean; the default is true"}
         assert both < {*lines("data.nope=1", override, "data.shuffle=7")}
     for path in ("~no_such_user/x", "x" * 300):
-        assert "does not exist (looked for " in str(paths.missing(compose("ppo", [f"data.val_files={path}"]))[-1])
+        assert "does not exist (looked for " in str(
+            paths.missing(compose("ppo", [f"data.val_files={path}"]))[-1]
+        )
 
 
 def test_what_looks_odd_and_has_a_meaning_is_kept():
     texts = [r"trainer.project_name=\${x}", "reward_model.reward_kwargs.a.0=1"]
     config = compose("grpo", [*texts, "trainer.experiment_name=~a=b, c's"])
-    assert config.trainer.project_name == "${x}" and config.reward_model.reward_kwargs == {"a": {"0": 1}}
+    assert config.trainer.project_name == "${x}" and config.reward_model.reward_kwargs == {
+        "a": {"0": 1}
+    }
     assert config.trainer.experiment_name == "~a=b, c's"
     assert config.actor_rollout_ref.model.path == Config().actor_rollout_ref.model.path
 
 
 def test_all_problems_come_together():
-    typed = ["data.nope=1", "trainer.seed=x", "algorithm.gruop_size=3", "a b", "preset=zzz", f"{ROLLOUT}.n=1"]
+    typed = [
+        "data.nope=1",
+        "trainer.seed=x",
+        "algorithm.gruop_size=3",
+        "a b",
+        "preset=zzz",
+        f"{ROLLOUT}.n=1",
+    ]
     with pytest.raises(InputError) as error:
         compose("grpo", [*typed, "data.train_batch_size=100", "trainer.rollout_data_dir=${nope}"])
     found = error.value.problems
     assert len(found) == 8 and str(error.value) == "\n".join(found)
-    begins = [text.partition("=")[0] for text in [*typed, "data.train_batch_size", "trainer.rollout_data_dir"]]
+    begins = [
+        text.partition("=")[0]
+        for text in [*typed, "data.train_batch_size", "trainer.rollout_data_dir"]
+    ]
     assert all(any(line.startswith(key) for line in found) for key in begins)
-    # The default of 1024 that takes a refused value's place is no multiple of 48; nobody wrote 1024.
+    # The default of 1024 that takes a refused value's place is no multiple of 48; nobody wrote
+    # 1024.
     (line,) = lines("data.train_batch_size=x", f"{ACTOR}.ppo_mini_batch_size=48")
     assert line.startswith("data.train_batch_size=x")
     assert len(lines("data.nope=1", "data.nope=1")) == 1  # said once

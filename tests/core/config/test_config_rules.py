@@ -1,6 +1,8 @@
-"""Every rule between keys fires where it should, and only there; every key without effect is listed with its reason.
+"""Every rule between keys fires where it should, and only there; every key without effect is listed
+with its reason.
 
-``rules.txt`` has the configurations: under the name of a rule the command lines that it refuses or warns of.
+``rules.txt`` has the configurations: under the name of a rule the command lines that it refuses or
+warns of.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def test_a_rule_fires_alone():
         composed = examined(recipe, overrides)
         (line,) = composed.problems
         assert line.startswith(f"{named}: ") and "; " in line and "\n" not in line, line
-        assert rule == "none" or named.partition("=")[0] in fire("PROBLEMS", rule, composed, recipe), (rule, overrides)
+        assert rule == "none" or named.partition("=")[0] in fire(
+            "PROBLEMS", rule, composed, recipe
+        ), (rule, overrides)
 
 
 def test_a_warning_is_no_problem():
@@ -65,12 +69,18 @@ def test_a_warning_is_no_problem():
 def test_nothing_is_wrong_by_default(recipe):
     composed = examined(recipe, ("data.train_batch_size=256",))
     assert (composed.problems, composed.warnings, dict(composed.unused)) == ((), (), {})
-    given = ("critic.optim.lr=1e-4", f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6")
+    given = (
+        "critic.optim.lr=1e-4",
+        f"{ROLLOUT}.val_kwargs.do_sample=True",
+        f"{ROLLOUT}.val_kwargs.temperature=0.6",
+    )
     assert recipe != "ppo" or dict(examined(recipe, given).unused) == {}
 
 
 def test_no_rule_fires_without_its_cause():
-    assert [line for _, recipe, given, _ in cases("fine") for line in examined(recipe, given).problems] == []
+    assert [
+        line for _, recipe, given, _ in cases("fine") for line in examined(recipe, given).problems
+    ] == []
 
 
 @pytest.mark.parametrize(("kind", "part"), [("PROBLEMS", "problems"), ("WARNINGS", "warnings")])
@@ -94,9 +104,11 @@ def test_a_key_without_effect_is_listed_with_the_reason():
     ("key", "overrides", "reason"),
     [
         ("trainer.nnodes", (), "needs trainer.backend=ray"),
-        ("critic.optim.min_lr_ratio", (), "needs critic.optim.lr_scheduler_type=cosine"),  # of its own section
+        # Of its own section
+        ("critic.optim.min_lr_ratio", (), "needs critic.optim.lr_scheduler_type=cosine"),
         (f"{REF}.{ULYSSES}", (), f"needs algorithm.use_kl_in_reward or {ACTOR}.use_kl_loss"),
-        (f"{REF}.{ULYSSES}", (f"{ACTOR}.use_kl_loss=True", "trainer.nnodes=2"), ""),  # one of two will do
+        # One of two will do
+        (f"{REF}.{ULYSSES}", (f"{ACTOR}.use_kl_loss=True", "trainer.nnodes=2"), ""),
         (
             "algorithm.lam",
             ("algorithm.adv_estimator=remax",),

@@ -19,7 +19,9 @@ def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_key_is_explained(recipe):
     schema = recipes.schema_of(recipe)
-    assert [head.partition("=")[0] for head, *_ in explained(recipe, ())] == list(convert.all_keys(schema))
+    assert [head.partition("=")[0] for head, *_ in explained(recipe, ())] == list(
+        convert.all_keys(schema)
+    )
     for section in (schema, *convert.sections(schema).values()):
         plain = [name for name, hint in hints(section).items() if not is_section(hint)]
         assert all(section.model_fields[name].description for name in plain)
@@ -41,16 +43,25 @@ def test_defaults_are_the_recipes_and_follow_what_stands_before(capsys):
     before = "actor_rollout_ref.actor.clip_ratio=0.4"
     _, out, _ = asked(capsys, before, "--", "--help", "clip_ratio_low")
     assert "clip_ratio_low=0.4\n" in out
-    assert "actor_rollout_ref.rollout.n=16\n" in asked(capsys, "preset=lab", "--help", "trajectories", "prompt")[1]
+    assert (
+        "actor_rollout_ref.rollout.n=16\n"
+        in asked(capsys, "preset=lab", "--help", "trajectories", "prompt")[1]
+    )
 
 
 def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
     code, out, _ = asked(capsys, "--help", "CLIP")
     assert code == 0 and "usage" not in out
-    assert {"actor_rollout_ref.actor.clip_ratio=0.2", "critic.cliprange_value=0.5"} <= set(out.splitlines())
+    assert {"actor_rollout_ref.actor.clip_ratio=0.2", "critic.cliprange_value=0.5"} <= set(
+        out.splitlines()
+    )
     assert "data.shuffle" not in out
-    assert "trainer.save_freq=-1\n" in asked(capsys, "--help", "checkpoint", "steps")[1]  # words of its comment
+    # Words of its comment
+    assert "trainer.save_freq=-1\n" in asked(capsys, "--help", "checkpoint", "steps")[1]
     assert "trainer.logger=" in asked(capsys, "--help", "tensorboard")[1]  # one of its choices
     two = asked(capsys, "--help", "clip", "dual")[1].splitlines()
-    assert [line.partition("=")[0] for line in two if "=" in line] == ["actor_rollout_ref.actor.clip_ratio_c"]
-    assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]  # an override after it is searched for by its key
+    assert [line.partition("=")[0] for line in two if "=" in line] == [
+        "actor_rollout_ref.actor.clip_ratio_c"
+    ]
+    # An override after it is searched for by its key
+    assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]

@@ -1,4 +1,5 @@
-"""From the command line to a start or a dry run: paths, packages and clusters that a configuration names."""
+"""From the command line to a start or a dry run: paths, packages and clusters that a configuration
+names."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def here(tmp_path, monkeypatch):
 def data(here):
     """Overrides with which a start finds everything it looks for."""
     scripted_run.prepare(here)
-    files = ["data.train_files=train.parquet", "data.val_files=train.parquet", "data.max_prompt_length=64"]
+    files = [
+        "data.train_files=train.parquet",
+        "data.val_files=train.parquet",
+        "data.max_prompt_length=64",
+    ]
     files += ["data.max_response_length=64", "trainer.total_training_steps=1"]
     return [*files, f"{MODEL}=./model", "custom_reward_function.path=reward.py"]
 
@@ -52,8 +57,16 @@ def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, cap
 
 
 def test_problems_end_with_2_one_line_each_and_no_traceback(here, capsys):
-    out = ends(2, "grpo", ["data.nope=1", "data.train_batch_size=3", f"{MODEL}=./no"], capsys=capsys)
-    begins = ("data.nope=1: ", "data.train_batch_size=3: ", "data.train_files=", "data.val_files=", f"{MODEL}=./no: ")
+    out = ends(
+        2, "grpo", ["data.nope=1", "data.train_batch_size=3", f"{MODEL}=./no"], capsys=capsys
+    )
+    begins = (
+        "data.nope=1: ",
+        "data.train_batch_size=3: ",
+        "data.train_files=",
+        "data.val_files=",
+        f"{MODEL}=./no: ",
+    )
     lines = out.err.splitlines()
     assert out.out == "" and len(lines) == len(begins)
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
@@ -64,7 +77,10 @@ def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch):
     for value in ("1", "true", "yes"):
         monkeypatch.setenv("DRY_RUN", value)
         out = ends(0, "grpo", [*data, "trainer.nnodes=1", "trainer.seed=7"], capsys=capsys)
-    assert out.err == "" and [path for path in sorted(here.rglob("*")) if "__pycache__" not in str(path)] == before
+    assert (
+        out.err == ""
+        and [path for path in sorted(here.rglob("*")) if "__pycache__" not in str(path)] == before
+    )
     differs, rest = out.out.split("no effect:")
     idle, at_start = rest.split("not checked here:")
     assert "the configuration of recipe grpo is valid" in differs
@@ -80,10 +96,14 @@ def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch):
 def test_a_dry_run_looks_at_typed_paths_only(here, capsys, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
     script = ["data.train_files=no.parquet", "--"]
-    ends(0, "ppo", [f"{MODEL}=./no", *script, "trainer.seed=2"], capsys=capsys)  # the others are checked at start
+    # The others are checked at start
+    ends(0, "ppo", [f"{MODEL}=./no", *script, "trainer.seed=2"], capsys=capsys)
     out = ends(2, "ppo", [*script, "data.val_files=[no1.parquet,no2.parquet]"], capsys=capsys)
     found = [line.split(":")[0] for line in out.err.splitlines()]
-    assert found == ["data.val_files=no1.parquet", "data.val_files=no2.parquet"] and str(here / "no1") in out.err
+    assert (
+        found == ["data.val_files=no1.parquet", "data.val_files=no2.parquet"]
+        and str(here / "no1") in out.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,9 @@ def test_a_dry_run_looks_at_typed_paths_only(here, capsys, monkeypatch):
     ],
 )
 def test_a_missing_file_names_the_script_that_makes_it(here, path, script):
-    (problem,) = paths.missing(compose("grpo", [f"data.train_files={path}", "data.val_files=[]"]), {"data.train_files"})
+    (problem,) = paths.missing(
+        compose("grpo", [f"data.train_files={path}", "data.val_files=[]"]), {"data.train_files"}
+    )
     assert script in problem.fix
     folder = script.endswith("/")
     assert folder or (command_line.recipes.RECIPES.parent / script).is_file()
@@ -105,13 +127,27 @@ def test_a_missing_file_names_the_script_that_makes_it(here, path, script):
 def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
     for key, value in (
-        *((MODEL, "~/no-such-model"), ("critic.model.path", "./no"), ("custom_reward_function.path", "file://no.py")),
-        *(("algorithm.adv_estimator", "no.py:estimate"), ("trainer.resume_from_path", "no/global_step_3")),
+        *(
+            (MODEL, "~/no-such-model"),
+            ("critic.model.path", "./no"),
+            ("custom_reward_function.path", "file://no.py"),
+        ),
+        *(
+            ("algorithm.adv_estimator", "no.py:estimate"),
+            ("trainer.resume_from_path", "no/global_step_3"),
+        ),
     ):
-        overrides = [f"{key}={value}", *(["trainer.resume_mode=resume_path"] if "resume" in key else [])]
+        overrides = [
+            f"{key}={value}",
+            *(["trainer.resume_mode=resume_path"] if "resume" in key else []),
+        ]
         (line,) = ends(2, "ppo", overrides, capsys=capsys).err.splitlines()
         assert line.startswith(f"{key}=") and "does not exist" in line
-    for other in (f"{MODEL}=Qwen/Qwen2.5-0.5B", f"{MODEL}=gpt2", "custom_reward_function.path=pkg.module"):
+    for other in (
+        f"{MODEL}=Qwen/Qwen2.5-0.5B",
+        f"{MODEL}=gpt2",
+        "custom_reward_function.path=pkg.module",
+    ):
         ends(0, "ppo", [other], capsys=capsys)  # no paths
     (here / "org" / "name").mkdir(parents=True)
     assert paths.is_local("org/name") and not paths.is_local("org/other")  # with or without ./
@@ -125,7 +161,9 @@ def test_what_this_machine_cannot_start_is_one_line(data, capsys, monkeypatch):
     lines = ends(2, "ppo", [*data, *cluster], capsys=capsys).err.splitlines()
     assert [line.split(":")[0] for line in lines] == [RAY, "actor_rollout_ref.rollout.name=vllm"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (line,) = ends(2, "ppo", [*data, "trainer.device=cuda", "trainer.backend=local"], capsys=capsys).err.splitlines()
+    (line,) = ends(
+        2, "ppo", [*data, "trainer.device=cuda", "trainer.backend=local"], capsys=capsys
+    ).err.splitlines()
     assert line.startswith("trainer.device=cuda: PyTorch ") and "finds no GPU here; use cpu" in line
     monkeypatch.setenv("DRY_RUN", "1")
     text = ends(0, "ppo", [*data, *cluster], capsys=capsys).out
@@ -147,7 +185,9 @@ def test_a_run_takes_no_folder_that_no_run_wrote(data, here, capsys, monkeypatch
         ends(0, "ppo", [*data, f"{key}={fine}"], capsys=capsys)
 
 
-def test_gpus_that_are_not_there_are_told_once_and_refused_under_a_run_script(data, capsys, monkeypatch):
+def test_gpus_that_are_not_there_are_told_once_and_refused_under_a_run_script(
+    data, capsys, monkeypatch
+):
     key = "trainer.n_gpus_per_node"
     lines = {"typed": [*data, RAY, f"{key}=2"], "scripted": [RAY, f"{key}=8", "--", *data]}
     lines["both"] = [*lines["scripted"], f"{key}=2"]
@@ -184,7 +224,11 @@ def test_several_nodes_need_an_address(here, monkeypatch):
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=3"]
     apart.append("actor_rollout_ref.rollout.n_gpus_per_node=1")
     text = problem("trainer.nnodes=2")
-    assert text.startswith("trainer.nnodes=2: needs a Ray cluster") and "`ray start --head" in text and "\n" not in text
+    assert (
+        text.startswith("trainer.nnodes=2: needs a Ray cluster")
+        and "`ray start --head" in text
+        and "\n" not in text
+    )
     assert problem("trainer.nnodes=2", f"{ADDRESS}=local") == text
     assert problem(*apart).startswith("actor_rollout_ref.rollout.nnodes=3: needs a Ray cluster")
     for fine in ([], ["trainer.device=cpu"], [f"{ADDRESS}=auto"]):
@@ -196,15 +240,21 @@ def test_several_nodes_need_an_address(here, monkeypatch):
 
 
 def test_nothing_starts_without_a_cluster_and_a_dry_run_mentions_it(here, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["main_grpo", RAY, "trainer.nnodes=2", f"trainer.default_local_dir={here}"])
+    monkeypatch.setattr(
+        "sys.argv", ["main_grpo", RAY, "trainer.nnodes=2", f"trainer.default_local_dir={here}"]
+    )
     with pytest.raises(SystemExit) as ended:
         command_line.main("grpo", trainer="never.imported:Trainer")
     told = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and any(line.startswith("trainer.nnodes=2: needs a Ray cluster") for line in told)
+    assert ended.value.code == 2 and any(
+        line.startswith("trainer.nnodes=2: needs a Ray cluster") for line in told
+    )
     monkeypatch.setattr(ray_pools.ray, "init", lambda **_: pytest.fail("it connects"))
     with pytest.raises(InputError, match="RAY_ADDRESS"):
         ray_pools.connect(compose("grpo", [RAY, "trainer.nnodes=2"]), torch.device("cuda"))
     monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit) as ended:
         command_line.main("grpo", trainer="never.imported:Trainer")
-    assert ended.value.code == 0 and "trainer.nnodes=2: needs a Ray cluster" in capsys.readouterr().out
+    assert (
+        ended.value.code == 0 and "trainer.nnodes=2: needs a Ray cluster" in capsys.readouterr().out
+    )

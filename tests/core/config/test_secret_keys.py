@@ -1,4 +1,5 @@
-"""Secrets: whatever form they are typed in, nothing that a run writes or prints holds them, and the run itself does."""
+"""Secrets: whatever form they are typed in, nothing that a run writes or prints holds them, and the
+run itself does."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from core.checkpoint.provenance import Provenance, check_resume
 from core.config import convert, examine, recipes, to_yaml
 from core.config.section import show
 from core.errors import InputError, OutOfMemory, WorkersLost
-from core.secret_keys import HIDDEN, command_line, hidden, is_secret, without_hidden, without_secrets
+from core.secret_keys import (
+    HIDDEN,
+    command_line,
+    hidden,
+    is_secret,
+    without_hidden,
+    without_secrets,
+)
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured
 
@@ -58,7 +66,10 @@ def test_names_of_secrets_and_of_other_things():
         ("http://h:80/a@b", "http://h:80/a@b"),
         ("http://[h", "http://[h"),
         ("sftp://jane@host/x", "sftp://jane@host/x"),
-        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        (
+            "abfs://container@account.dfs.core.windows.net/x",
+            "abfs://container@account.dfs.core.windows.net/x",
+        ),
         ("hf://datasets/org/name@main/x", "hf://datasets/org/name@main/x"),
         ("org/name", "org/name"),
     ],
@@ -72,7 +83,10 @@ def test_commands():
         (["a={m:{token:abc def,n:1}}"], "'a=***'"),
         (["--token=abc", "trainer.seed=1"], "'--token=***' trainer.seed=1"),
         (["r={env_vars:{A:b,C:d},n:1}"], "'r=***'"),
-        (["data.train_files=[s3://a:b@c/d]", "trainer.seed=1"], "'data.train_files=[s3://***@c/d]' trainer.seed=1"),
+        (
+            ["data.train_files=[s3://a:b@c/d]", "trainer.seed=1"],
+            "'data.train_files=[s3://***@c/d]' trainer.seed=1",
+        ),
         (["a.max_tokens=5", "b=[1,2]"], "a.max_tokens=5 'b=[1,2]'"),
     ):
         assert command_line(words) == shown
@@ -90,7 +104,9 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
     monkeypatch.setattr(wandb, "init", lambda **arguments: sent.update(arguments) or run)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes.grpo.main_grpo", *TYPED])
     composed = examine("grpo", [*TYPED, "trainer.logger=[wandb]", "trainer.seed=1"])
-    config = configured().replace(**{name: getattr(composed.config, name) for name in ("reward_model", "trainer")})
+    config = configured().replace(
+        **{name: getattr(composed.config, name) for name in ("reward_model", "trainer")}
+    )
     config = config.replace(custom_reward_function=composed.config.custom_reward_function)
     config = config.replace(ray_kwargs=composed.config.ray_kwargs)
     assert str(convert.as_tree(config)).count(SECRET) == 6, "the run has them"
@@ -127,7 +143,9 @@ def test_another_secret_is_the_same_run(tmp_path):
         for value in ("first-one", "second-one")
     )
     assert check_resume(tmp_path, one, other) == []
-    another = provenance(convert.as_json(examine("grpo", [f"{key}={{mine:{{token:x,method:y}}}}"]).config))
+    another = provenance(
+        convert.as_json(examine("grpo", [f"{key}={{mine:{{token:x,method:y}}}}"]).config)
+    )
     (change,) = check_resume(tmp_path, one, another, allow=True)
     assert change.refused and "first-one" not in str(change)
 
@@ -170,13 +188,18 @@ ERRORS = (ValueError, InputError, OSError, WorkersLost, OutOfMemory)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda one: one.__name__)
-def test_an_error_in_a_run_that_quotes_a_secret_is_printed_without_it(tmp_path, monkeypatch, capsys, error):
-    """A library's error may quote its arguments: the traceback, the line and the manifest have *** in their place."""
+def test_an_error_in_a_run_that_quotes_a_secret_is_printed_without_it(
+    tmp_path, monkeypatch, capsys, error
+):
+    """A library's error may quote its arguments: the traceback, the line and the manifest have ***
+    in their place."""
     from core import command_line
 
     class Fails:
         def __init__(self, config):
-            self.run = SimpleNamespace(run_dir=tmp_path, stop=SimpleNamespace(requested=False), saved_step=None)
+            self.run = SimpleNamespace(
+                run_dir=tmp_path, stop=SimpleNamespace(requested=False), saved_step=None
+            )
 
         def init_workers(self):
             raise error(f"refused {{'api_key': '{SECRET}{SECRET}'}} and http://jane:{SECRET}@host")
@@ -194,7 +217,10 @@ def test_an_error_in_a_run_that_quotes_a_secret_is_printed_without_it(tmp_path, 
 def test_a_text_of_another_library_keeps_all_but_the_secrets():
     variables = {"A": "1", "B": "INFO", "C": "/srv/place", "D": 'quote"d secret'}
     tree = {"env_vars": variables, "api_key": "abcdefgh", "n": 2}
-    text = f"INFO 1 of 2: {{'A': '1', 'B': 'INFO', 'C': '/srv/place'}} {json.dumps(tree)} abcdefgh in /srv/place/x.py"
+    text = (
+        f"INFO 1 of 2: {{'A': '1', 'B': 'INFO', 'C': '/srv/place'}} {json.dumps(tree)} "
+        f"abcdefgh in /srv/place/x.py"
+    )
     shown = without_secrets(text, tree)
     assert shown.startswith("INFO 1 of 2: {'A': '***', 'B': '***', 'C': '***'} ")
     assert shown.endswith("*** in /srv/place/x.py")

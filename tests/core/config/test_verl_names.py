@@ -1,4 +1,5 @@
-"""Keys of verl's other versions: what is read, what is already the behaviour, and what is refused with which advice."""
+"""Keys of verl's other versions: what is read, what is already the behaviour, and what is refused
+with which advice."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import pytest
 from core.config import convert, examine, recipes
 from core.config.verl_names import CONVERSIONS, Composed, read, read_value, table
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR, ROLLOUT, REF = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.ref",
+)
 HYBRID = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
 
 
@@ -21,24 +26,46 @@ def lines(*overrides, recipe="ppo"):
         ([f"{ROLLOUT}.n_agent=5"], {f"{ROLLOUT}.n": 5}),
         (
             [f"{ROLLOUT}.n_val=16", f"{ROLLOUT}.val_temperature=0.6"],
-            {f"{ROLLOUT}.val_kwargs.n": 16, f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.temperature": 1.0},
+            {
+                f"{ROLLOUT}.val_kwargs.n": 16,
+                f"{ROLLOUT}.val_kwargs.do_sample": True,
+                f"{ROLLOUT}.temperature": 1.0,
+            },
         ),
         ([f"{ACTOR}.optim.warmup_style=cosine"], {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),
-        ([f"{ACTOR}.ppo_micro_batch_size=64", *HYBRID], {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}),
+        (
+            [f"{ACTOR}.ppo_micro_batch_size=64", *HYBRID],
+            {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4},
+        ),
         ([f"{ACTOR}.policy_loss.tau_neg=1.1"], {f"{ACTOR}.tau_neg": 1.1}),
-        (["reward={reward_manager: {name: prime}, num_workers: 3}"], {"reward_model.num_workers": 3}),
+        (
+            ["reward={reward_manager: {name: prime}, num_workers: 3}"],
+            {"reward_model.num_workers": 3},
+        ),
         (
             ["reward.reward_kwargs.gsm8k.method=flexible"],
             {"reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}}},
         ),
-        (["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"], {"trainer.max_actor_ckpt_to_keep": 1}),
+        (
+            ["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"],
+            {"trainer.max_actor_ckpt_to_keep": 1},
+        ),
         (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
-        (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
+        (
+            ["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"],
+            {"algorithm.adv_estimator": "grpo"},
+        ),
         (["max_steps=7"], {"trainer.total_training_steps": 7}),
         (
-            [f"algorithm.rollout_is{end}" for end in ("=True", "_mode=mask", "_level=sequence", "_threshold=3.0")],
+            [
+                f"algorithm.rollout_is{end}"
+                for end in ("=True", "_mode=mask", "_level=sequence", "_threshold=3.0")
+            ],
             {f"algorithm.rollout_correction.rollout_{name}": "sequence" for name in ("is", "rs")}
-            | {f"algorithm.rollout_correction.rollout_{name}_threshold": 3.0 for name in ("is", "rs")},
+            | {
+                f"algorithm.rollout_correction.rollout_{name}_threshold": 3.0
+                for name in ("is", "rs")
+            },
         ),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
     ],
@@ -73,7 +100,9 @@ def test_what_asks_for_nothing_is_accepted_and_listed():
         "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.enable is off",
     }.items():
         composed = examine("ppo", [override])
-        assert composed.problems == () and reason in composed.unused[override.split("=")[0]][1], override
+        assert composed.problems == () and reason in composed.unused[override.split("=")[0]][1], (
+            override
+        )
 
 
 def test_what_is_not_here_is_refused_with_one_thing_to_do():
@@ -102,34 +131,74 @@ def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
     schema, names = recipes.schema_of(recipe), table(recipe)
     for there, here in names["same"].items():
         target = here.removesuffix(".*")
-        known = any(target in there for there in (convert.all_keys(schema), convert.sections(schema)))
+        known = any(
+            target in there for there in (convert.all_keys(schema), convert.sections(schema))
+        )
         assert (
-            known or convert.known(target, schema) or recipes.owner_of(target) or recipes.owner_of(f"{target}.enable")
+            known
+            or convert.known(target, schema)
+            or recipes.owner_of(target)
+            or recipes.owner_of(f"{target}.enable")
         )
         assert there not in convert.all_keys(schema), there
     for key, values in names["values"].items():
         assert key in convert.all_keys(schema) and values
-    assert not [key for key in (*names["no_effect"], *names["asks_nothing"]) if key in convert.all_keys(schema)]
+    assert not [
+        key
+        for key in (*names["no_effect"], *names["asks_nothing"])
+        if key in convert.all_keys(schema)
+    ]
     accepted = [*names["no_effect"], *names["asks_nothing"]]
-    assert not [key for key in accepted if "*" in key.removeprefix("*.")], "what is accepted is named"
+    assert not [key for key in accepted if "*" in key.removeprefix("*.")], (
+        "what is accepted is named"
+    )
 
 
 def test_the_tree_of_the_sft_trainers_is_read():
-    line = ["model.partial_pretrain=org/m", "data.max_length=2048", "data.micro_batch_size_per_gpu=4", "optim.lr=1e-4"]
-    line += ["data.prompt_key=extra_info", "data.prompt_dict_keys=[question]", "data.response_key=extra_info"]
-    line += ["+data.response_dict_keys=['answer']", "use_remove_padding=true", "ulysses_sequence_parallel_size=1"]
+    line = [
+        "model.partial_pretrain=org/m",
+        "data.max_length=2048",
+        "data.micro_batch_size_per_gpu=4",
+        "optim.lr=1e-4",
+    ]
+    line += [
+        "data.prompt_key=extra_info",
+        "data.prompt_dict_keys=[question]",
+        "data.response_key=extra_info",
+    ]
+    line += [
+        "+data.response_dict_keys=['answer']",
+        "use_remove_padding=true",
+        "ulysses_sequence_parallel_size=1",
+    ]
     composed = examine("sft", line)
     config = composed.config
     assert composed.problems == ()
-    assert (config.data.prompt_key, config.data.response_key) == ("extra_info.question", "extra_info.answer")
+    assert (config.data.prompt_key, config.data.response_key) == (
+        "extra_info.question",
+        "extra_info.answer",
+    )
     assert config.data.max_prompt_length + config.data.max_response_length == 2048
-    assert config.actor_rollout_ref.model.path == "org/m" and config.actor_rollout_ref.actor.optim.lr == 1e-4
+    assert (
+        config.actor_rollout_ref.model.path == "org/m"
+        and config.actor_rollout_ref.actor.optim.lr == 1e-4
+    )
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
     later = examine(
-        "sft", ["model=hf_model", "model.path=org/m", "engine=fsdp", "optim=fsdp", "optim.betas=[0.9,0.95]"]
+        "sft",
+        [
+            "model=hf_model",
+            "model.path=org/m",
+            "engine=fsdp",
+            "optim=fsdp",
+            "optim.betas=[0.9,0.95]",
+        ],
     )
     optim = later.config.actor_rollout_ref.actor.optim
-    assert later.problems == () and (optim.lr_scheduler_type, optim.betas) == ("constant", (0.9, 0.95))
+    assert later.problems == () and (optim.lr_scheduler_type, optim.betas) == (
+        "constant",
+        (0.9, 0.95),
+    )
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "sft"])

@@ -1,4 +1,5 @@
-"""Chat templates in the form of public models', each with its end of a sequence and the tokens that it writes whole.
+"""Chat templates in the form of public models', each with its end of a sequence and the tokens that
+it writes whole.
 
 They are written anew, as short as they can be with the same frames, roles and refusals.
 """
@@ -23,7 +24,8 @@ CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}"
-    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% "
+    "endif %}"
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
@@ -31,8 +33,10 @@ CHATML = (
 )
 GEMMA = (
     "<bos>{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must "
+    "alternate') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim "
+    "}}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 PHI3 = (
@@ -42,13 +46,15 @@ PHI3 = (
 )
 GLM4 = (
     "[gMASK]{% for m in messages %}"
-    "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ "
+    "m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 MISTRAL = (
     "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
-    "{% elif m.role == 'assistant' %} {{ m.content }} {{ eos_token }}{% else %}{{ raise_exception('Only user!') }}"
+    "{% elif m.role == 'assistant' %} {{ m.content }} {{ eos_token }}{% else %}{{ "
+    "raise_exception('Only user!') }}"
     "{% endif %}{% endfor %}"
 )
 GPT_OSS = (
@@ -74,7 +80,8 @@ PLAIN = (
 
 
 class Family(NamedTuple):
-    """A template with its ``eos`` and the other tokens that it writes whole; ``ends`` are those that end a turn."""
+    """A template with its ``eos`` and the other tokens that it writes whole; ``ends`` are those
+    that end a turn."""
 
     template: str
     eos: str
@@ -87,7 +94,9 @@ def family(template: str, eos: str, tokens: str, ends: str) -> Family:
 
 
 FAMILIES = {
-    "chatml": family(CHATML, "<|im_end|>", "<|im_start|> <tool_response> </tool_response>", "<|im_end|>"),
+    "chatml": family(
+        CHATML, "<|im_end|>", "<|im_start|> <tool_response> </tool_response>", "<|im_end|>"
+    ),
     "base with chatml": family(CHATML, "<|endoftext|>", "<|im_start|> <|im_end|>", "<|im_end|>"),
     "gemma": family(GEMMA, "<eos>", "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
     "phi3": family(PHI3, "<|endoftext|>", "<|end|> <|user|> <|assistant|> <|system|>", "<|end|>"),

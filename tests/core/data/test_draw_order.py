@@ -1,4 +1,5 @@
-"""Seeds, and the order in which examples are drawn: a function of the seed and the ordinal alone."""
+"""Seeds, and the order in which examples are drawn: a function of the seed and the ordinal
+alone."""
 
 from itertools import pairwise
 
@@ -51,12 +52,33 @@ def test_orders_and_seeds_never_change():
 
 
 def test_samples_have_seeds_of_their_own_that_are_no_neighbours():
-    seeds = np.array([sampling_seed(1, ordinal, sample) for ordinal in range(-100, 6_150) for sample in range(16)])
+    seeds = np.array(
+        [
+            sampling_seed(1, ordinal, sample)
+            for ordinal in range(-100, 6_150)
+            for sample in range(16)
+        ]
+    )
     gaps = np.diff(np.sort(seeds))
-    assert seeds.min() >= 0 and gaps.min() > 64  # an engine that expands a seed into seed, seed + 1, ... meets none
+    # An engine that expands a seed into seed, seed + 1, ... meets none
+    assert seeds.min() >= 0 and gaps.min() > 64
 
 
 def test_every_argument_and_the_purpose_count():
-    numbers = [(ordinal, index, turn) for ordinal in (-1, 0, 1) for index in (-1, 0, 1, 2) for turn in (0, 1)]
-    assert len({sampling_seed(1, *one) for one in numbers} | {sampling_seed(2, *one) for one in numbers}) == 48
-    assert len({sampling_seed(1, 2, 3, 4), sampling_seed(12, 3, 4), derive_seed("order", 1, 2, 3, 4)}) == 3
+    numbers = [
+        (ordinal, index, turn)
+        for ordinal in (-1, 0, 1)
+        for index in (-1, 0, 1, 2)
+        for turn in (0, 1)
+    ]
+    assert (
+        len(
+            {sampling_seed(1, *one) for one in numbers}
+            | {sampling_seed(2, *one) for one in numbers}
+        )
+        == 48
+    )
+    assert (
+        len({sampling_seed(1, 2, 3, 4), sampling_seed(12, 3, 4), derive_seed("order", 1, 2, 3, 4)})
+        == 3
+    )

@@ -40,7 +40,9 @@ def encoded(prompt, tokenizer=None, **template_kwargs):
 def test_a_chat_ends_where_the_answer_begins_and_a_begun_answer_is_continued():
     assert encoded([SYSTEM, USER]) == "<bos>system: be brief\n<bos>user: 1+1?\n<bos>assistant: "
     turns = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
-    assert encoded(turns) == "<bos>user: 1+1?\n<bos>assistant: 2\n<bos>user: sure?\n<bos>assistant: "
+    assert encoded(turns) == (
+        "<bos>user: 1+1?\n<bos>assistant: 2\n<bos>user: sure?\n<bos>assistant: "
+    )
     begun = [USER, {"role": "assistant", "content": "I think"}]
     assert encoded(begun) == "<bos>user: 1+1?\n<bos>assistant: I think"
 
@@ -122,7 +124,10 @@ def test_arguments_that_are_json_text_reach_the_template_as_values(template, arg
     assert function["arguments"] == arguments
 
 
-THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+THINKS = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt "
+    "%}<think>\n{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,9 @@ def test_a_tag_that_the_prompts_end_opens_is_known(prompt, template, tag):
 
 
 def test_template_arguments_reach_the_template():
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if thinking %}<think>{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if thinking %}<think>{% endif %}"
+    )
     assert encoded([USER], chat_template=template, thinking=True) == "1+1?<think>"
     assert encoded([USER], add_generation_prompt=False) == "<bos>user: 1+1?\n"
     with pytest.raises(ChatError, match="tokenize"):

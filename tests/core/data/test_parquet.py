@@ -20,12 +20,19 @@ def problems_of(path, *rows):
 
 
 def test_a_row_comes_back_as_it_was_written(tmp_path):
-    chat = [{"role": "system", "content": ""}, *CHAT, {"role": "assistant", "content": "what?", "name": "bot"}]
+    chat = [
+        {"role": "system", "content": ""},
+        *CHAT,
+        {"role": "assistant", "content": "what?", "name": "bot"},
+    ]
     gold = {"target": ["Paris", "paris"]}
-    raw = plain_row(4, "qa", prompt=chat, ability="qa", reward_model={"style": "rule", "ground_truth": gold})
+    raw = plain_row(
+        4, "qa", prompt=chat, ability="qa", reward_model={"style": "rule", "ground_truth": gold}
+    )
     rows = [plain_row(0, prompt=CHAT, reward_model=raw["reward_model"]), raw]
     row = ExampleFile(write_parquet(tmp_path / "a.parquet", rows)).example(1)
-    assert row.prompt == tuple(chat)  # the fields that only another message has are not there as None
+    # The fields that only another message has are not there as None
+    assert row.prompt == tuple(chat)
     assert row.ground_truth == gold
     assert row.data_source == "qa" and row.number == 1 and row.where.endswith("a.parquet row 1")
     assert row.extra_info == {"split": "train", "index": 4}
@@ -35,7 +42,13 @@ def test_other_column_names(tmp_path):
     raw = {"text": "q", "source": "s", "reward_model": {"style": "rule", "ground_truth": 3}}
     path = write_parquet(tmp_path / "a.parquet", [raw])
     one = ExampleFile(path, prompt_key="text", reward_fn_key="source").example(0)
-    assert (one.prompt, one.data_source, one.ground_truth, one.extra_info, one.name) == ("q", "s", 3, {}, None)
+    assert (one.prompt, one.data_source, one.ground_truth, one.extra_info, one.name) == (
+        "q",
+        "s",
+        3,
+        {},
+        None,
+    )
 
 
 def test_json_lines_are_examples_too(tmp_path):
@@ -43,7 +56,9 @@ def test_json_lines_are_examples_too(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = ExampleFile(write_parquet(tmp_path / "a.parquet", rows))
     lines = ExampleFile(tmp_path / "a.jsonl")
-    assert [lines.example(n).content_hash for n in (0, 1)] == [written.example(n).content_hash for n in (0, 1)]
+    assert [lines.example(n).content_hash for n in (0, 1)] == [
+        written.example(n).content_hash for n in (0, 1)
+    ]
 
 
 def lines_file(path, rows):
@@ -63,7 +78,10 @@ def lines_file(path, rows):
     ],
 )
 def test_values_of_json_lines_are_those_of_the_file(tmp_path, golds):
-    rows = [plain_row(0, reward_model={"ground_truth": gold}, extra_info={"seen": gold}) for gold in golds]
+    rows = [
+        plain_row(0, reward_model={"ground_truth": gold}, extra_info={"seen": gold})
+        for gold in golds
+    ]
     for row, unread in zip(rows, [1, "a", None, [2], {"b": 3}], strict=False):
         row["unread"] = unread
     examples = list(lines_file(tmp_path / "a.jsonl", rows).examples(Problems()))
@@ -106,17 +124,28 @@ def test_batches_and_choices_give_the_same_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"reward_model": None}, "reward_model must hold style and ground_truth in 1 row (1: NoneType)"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "must be given where the style is not 'model'"),
+        (
+            {"reward_model": None},
+            "reward_model must hold style and ground_truth in 1 row (1: NoneType)",
+        ),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": None}},
+            "must be given where the style is not 'model'",
+        ),
         ({"data_source": None}, "data_source must be a non-empty string in 1 row (1: None)"),
         ({"prompt": []}, "prompt must not be empty in 1 row (1)"),
         ({"prompt": [{"role": "user", "content": " \n"}]}, "prompt must not be empty in 1 row (1)"),
         ({"prompt": [{"role": "user", "content": None}]}, "prompt must hold text"),
-        ({"prompt": [{"role": None, "content": "x"}]}, "prompt must hold messages with role and content"),
+        (
+            {"prompt": [{"role": None, "content": "x"}]},
+            "prompt must hold messages with role and content",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_rule_and_fix(tmp_path, changes, line):
-    good, lines = problems_of(tmp_path / "a.parquet", plain_row(0, prompt=CHAT), plain_row(1, prompt=CHAT) | changes)
+    good, lines = problems_of(
+        tmp_path / "a.parquet", plain_row(0, prompt=CHAT), plain_row(1, prompt=CHAT) | changes
+    )
     assert [row.number for row in good] == [0]
     assert len(lines) == 1 and lines[0].startswith(str(tmp_path / "a.parquet")) and line in lines[0]
     assert "; " in lines[0]
@@ -126,7 +155,11 @@ def test_a_bad_row_is_named_with_rule_and_fix(tmp_path, changes, line):
 
 def test_rows_that_are_fine_though_they_look_odd(tmp_path):
     model = {"style": "model", "ground_truth": None}
-    rows = [plain_row(0), plain_row(1, reward_model=model), plain_row(2, extra_info=None, videos=[])]
+    rows = [
+        plain_row(0),
+        plain_row(1, reward_model=model),
+        plain_row(2, extra_info=None, videos=[]),
+    ]
     good, lines = problems_of(tmp_path / "a.parquet", *rows)
     assert (len(good), lines) == (3, [])
     called = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
@@ -145,7 +178,10 @@ def test_rows_that_are_fine_though_they_look_odd(tmp_path):
             "prompt must not be a chat that was written as text",
         ),
         (dict(images="a.png"), "images must be a list of pictures in 1 row (0: str)"),
-        (dict(videos=[b"frames"]), "column 'videos' holds media, which nothing here reads in 1 row (0); leave the"),
+        (
+            dict(videos=[b"frames"]),
+            "column 'videos' holds media, which nothing here reads in 1 row (0); leave the",
+        ),
     ],
 )
 def test_wrong_types_and_media_are_refused(tmp_path, row, said):
@@ -154,11 +190,16 @@ def test_wrong_types_and_media_are_refused(tmp_path, row, said):
 
 
 def test_many_problems_are_ten_and_a_count(tmp_path):
-    rows = [plain_row(index, **({"reward_model": None} if index % 2 else {})) for index in range(30)]
+    rows = [
+        plain_row(index, **({"reward_model": None} if index % 2 else {})) for index in range(30)
+    ]
     rows[0]["data_source"] = ""
     _, lines = problems_of(tmp_path / "a.parquet", *rows)
     assert len(lines) == 2
-    assert "in 15 rows (1: NoneType, 3: NoneType" in lines[1] and "19: NoneType and 5 more)" in lines[1]
+    assert (
+        "in 15 rows (1: NoneType, 3: NoneType" in lines[1]
+        and "19: NoneType and 5 more)" in lines[1]
+    )
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -169,7 +210,9 @@ def test_files_that_cannot_be_read(tmp_path):
         assert line.startswith(f"{path}: ")
         return line
 
-    assert "does not exist; python -m data_preprocess.gsm8k writes one" in error(tmp_path / "none.parquet")
+    assert "does not exist; python -m data_preprocess.gsm8k writes one" in error(
+        tmp_path / "none.parquet"
+    )
     assert "is a folder" in error(tmp_path)
     whole = rows_file(tmp_path / "whole.parquet", 50)
     (tmp_path / "half.parquet").write_bytes(Path(whole).read_bytes()[:-100])
@@ -177,7 +220,9 @@ def test_files_that_cannot_be_read(tmp_path):
     pq.write_table(pa.Table.from_pylist([plain_row(0)]).slice(0, 0), tmp_path / "empty.parquet")
     assert "has no rows" in error(tmp_path / "empty.parquet")
     columns = write_parquet(tmp_path / "columns.parquet", [{"prompt": "x", "question": "y"}])
-    assert "no column 'data_source' (data.reward_fn_key), 'reward_model' (the schema)" in error(Path(columns))
+    assert "no column 'data_source' (data.reward_fn_key), 'reward_model' (the schema)" in error(
+        Path(columns)
+    )
 
 
 def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):

@@ -40,7 +40,10 @@ def refused(make, *parts):
 def three(tmp_path_factory):
     """Files of 7, 5 and 12 rows whose prompts are a0, a1, ..., b0, ..., c11."""
     folder = tmp_path_factory.mktemp("three")
-    return [rows_file(folder / f"{name}.parquet", count, name) for name, count in (("a", 7), ("b", 5), ("c", 12))]
+    return [
+        rows_file(folder / f"{name}.parquet", count, name)
+        for name, count in (("a", 7), ("b", 5), ("c", 12))
+    ]
 
 
 def test_a_prompt_has_everything_of_its_row(tmp_path):
@@ -62,7 +65,9 @@ def test_a_prompt_has_everything_of_its_row(tmp_path):
     assert TOKENIZER.decode(plain.token_ids) == "1+1="
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**40), shuffle=st.booleans(), start=st.integers(0, 100))
 def test_every_epoch_asks_every_question_once(three, seed, shuffle, start):
     prompts = stream(three, seed, shuffle=shuffle)
@@ -71,12 +76,24 @@ def test_every_epoch_asks_every_question_once(three, seed, shuffle, start):
     assert len(set(epoch)) == 24
     assert {prompts.epoch(24 * start), prompts.epoch(24 * start + 23)} == {start}
     again = stream(three, seed, shuffle=shuffle)
-    assert [again.prompt(24 * start + index).uid for index in (23, 0, 7)] == [epoch[23], epoch[0], epoch[7]]
+    assert [again.prompt(24 * start + index).uid for index in (23, 0, 7)] == [
+        epoch[23],
+        epoch[0],
+        epoch[7],
+    ]
 
 
 def test_unshuffled_rows_come_in_file_order(three):
     prompts = stream(three, shuffle=False)
-    uids = "a/train/0", "a/train/6", "b/train/0", "b/train/4", "c/train/0", "c/train/11", "a/train/0"
+    uids = (
+        "a/train/0",
+        "a/train/6",
+        "b/train/0",
+        "b/train/4",
+        "c/train/0",
+        "c/train/11",
+        "a/train/0",
+    )
     assert tuple(prompts.prompt(i).uid for i in (0, 6, 7, 11, 12, 23, 24)) == uids
 
 
@@ -91,7 +108,12 @@ def test_the_data_s_own_seed_goes_first(three):
 
 def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
     def chosen(seed, first=0):
-        return {prompt.uid for prompt in map(stream(three, seed, train_max_samples=9).prompt, range(first, first + 9))}
+        return {
+            prompt.uid
+            for prompt in map(
+                stream(three, seed, train_max_samples=9).prompt, range(first, first + 9)
+            )
+        }
 
     assert len(chosen(3)) == 9 and chosen(3) == chosen(3, first=9) != chosen(4)
     in_order = stream(three, shuffle=False, train_max_samples=9)
@@ -103,18 +125,28 @@ def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
 @pytest.fixture
 def long_and_short(tmp_path):
     """Six prompts of 2, 3, ... 7 tokens."""
-    return write_parquet(tmp_path / "long.parquet", [plain_row(n, text="x" * (n + 2)) for n in range(6)])
+    return write_parquet(
+        tmp_path / "long.parquet", [plain_row(n, text="x" * (n + 2)) for n in range(6)]
+    )
 
 
-def test_overlong_prompts_are_left_out_or_cut_and_counted_or_an_error(long_and_short, three, caplog):
+def test_overlong_prompts_are_left_out_or_cut_and_counted_or_an_error(
+    long_and_short, three, caplog
+):
     caplog.set_level(logging.INFO, "core.data.prompts")
     limit, filtered = dict(max_prompt_length=4), dict(filter_overlong_prompts=True)
     prompts = stream(long_and_short, **limit, **filtered)
     assert len(prompts) == 3 and sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"]
-    assert "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4" in caplog.text
+    assert (
+        "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4"
+        in caplog.text
+    )
     said = "all 6 prompts are longer than data.max_prompt_length=1 tokens", "the shortest has 2"
     refused(lambda: stream(long_and_short, max_prompt_length=1, **filtered), *said)
-    parts = ("long.parquet", "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)")
+    parts = (
+        "long.parquet",
+        "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)",
+    )
     refused(lambda: stream(long_and_short, **limit), *parts, "data.filter_overlong_prompts=True")
     prompts = stream(long_and_short, **limit, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
@@ -129,20 +161,34 @@ def test_all_problems_of_all_files_come_together(three, tmp_path):
     long = write_parquet(tmp_path / "long.parquet", [plain_row(0, text="x" * 600)])
     problems = refused(lambda: stream([*three, bad, long]))
     assert len(problems) == 3 and all(str(tmp_path) in line for line in problems)
-    missing = refused(lambda: stream([str(tmp_path / "x.parquet"), three[0], str(tmp_path / "y.parquet")]))
+    missing = refused(
+        lambda: stream([str(tmp_path / "x.parquet"), three[0], str(tmp_path / "y.parquet")])
+    )
     assert len(missing) == 2 and all("does not exist" in line for line in missing)
     refused(lambda: validation([str(tmp_path / "x.parquet")]), "does not exist")
 
 
 def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path):
-    alternate = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
-    only_user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    alternate = (
+        "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
+    )
+    only_user = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     chats = [CHAT, CHAT * 2, CHAT * 3]
     developer = [CHAT, [{"role": "developer", "content": "be brief"}, *CHAT]]
     for template, prompts, said in (
-        (alternate, chats, "in 3 rows (0: it leaves out the text of role user, 1: roles must alternate"),
+        (
+            alternate,
+            chats,
+            "in 3 rows (0: it leaves out the text of role user, 1: roles must alternate",
+        ),
         ("{{ '' }}", chats, "a prompt has no tokens in 3 rows (0, 1, 2)"),
-        (only_user, developer, "refuses a prompt in 1 row (1: it leaves out the text of role developer)"),
+        (
+            only_user,
+            developer,
+            "refuses a prompt in 1 row (1: it leaves out the text of role developer)",
+        ),
     ):
         rows = [plain_row(n, prompt=chat) for n, chat in enumerate(prompts)]
         file = write_parquet(tmp_path / "a.parquet", rows)
@@ -174,15 +220,22 @@ def test_a_call_shows_its_own_arguments_and_none_of_other_rows(tmp_path, ending,
 
 
 def test_a_prompt_knows_the_tag_that_it_opens(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", [plain_row(0, text="Q: 1+1? <think>"), plain_row(1)])
-    assert {stream([path], shuffle=False).prompt(n).opened_tag for n in range(2)} == {"<think>", None}
+    path = write_parquet(
+        tmp_path / "a.parquet", [plain_row(0, text="Q: 1+1? <think>"), plain_row(1)]
+    )
+    assert {stream([path], shuffle=False).prompt(n).opened_tag for n in range(2)} == {
+        "<think>",
+        None,
+    }
 
 
 def test_a_uid_names_a_question_wherever_it_is_loaded(three, tmp_path):
     alone, together = stream(three[1], shuffle=False), stream(three, shuffle=False)
     assert alone.prompt(2).uid == together.prompt(9).uid == "b/train/2"
     # Two questions under one name are told apart, their neighbours keep their names.
-    clash = write_parquet(tmp_path / "clash.parquet", [plain_row(2, "b", text="another"), plain_row(9, "b")])
+    clash = write_parquet(
+        tmp_path / "clash.parquet", [plain_row(2, "b", text="another"), plain_row(9, "b")]
+    )
     both = stream([three[1], clash], shuffle=False)
     uids = [both.prompt(ordinal).uid for ordinal in range(7)]
     assert len(set(uids)) == 7
@@ -220,7 +273,11 @@ def test_validation_questions_that_are_trained_on_are_counted(three, tmp_path, c
     assert shared(three[:2], three[2]) == []
     # The same questions with other names, graded otherwise, as chats and lines of JSON
     chat = [{"role": "user", "content": "a3 "}]
-    rows = [plain_row(9, prompt=chat, extra_info={"index": 40}), plain_row(2, "a"), plain_row(3, "d")]
+    rows = [
+        plain_row(9, prompt=chat, extra_info={"index": 40}),
+        plain_row(2, "a"),
+        plain_row(3, "d"),
+    ]
     test = tmp_path / "test.jsonl"
     test.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert shared(three, str(test), three[2]) == [(14, 15, f"{three[0]}, {three[2]}")]

@@ -48,7 +48,9 @@ MODELS = {
 def full_logprobs(model, request: SampleRequest, response: list[int]) -> np.ndarray:
     with torch.no_grad():
         logits = model(torch.tensor([[*request.prompt_ids, *response]]), use_cache=False).logits[0]
-    logprobs = (logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature).log_softmax(-1)
+    logprobs = (
+        logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+    ).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
 
 
@@ -59,7 +61,9 @@ def test_every_architecture_agrees_with_its_full_forward_pass(name):
     engine = HFEngine(model, tiny_tokenizer())
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(4, 100, length).tolist()) for length in (1, 2, 3, 7, 8, 20)]
-    requests = [ask(prompts[i % 6], seed=i, max_tokens=1 + i * 7 % 29, ignore_eos=True) for i in range(24)]
+    requests = [
+        ask(prompts[i % 6], seed=i, max_tokens=1 + i * 7 % 29, ignore_eos=True) for i in range(24)
+    ]
 
     async def staggered():
         first = [asyncio.ensure_future(engine.sample(request)) for request in requests[:16]]
@@ -75,11 +79,16 @@ def test_every_architecture_agrees_with_its_full_forward_pass(name):
 
 
 def test_a_model_that_would_decode_wrongly_is_refused():
-    """One without keys and values, one whose layers forget old tokens, one whose scores may be soft-capped."""
+    """One without keys and values, one whose layers forget old tokens, one whose scores may be
+    soft-capped."""
     from transformers import MambaConfig, MambaForCausalLM
 
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, state_size=4))
-    shape = {key: value for key, value in tiny_config("llama").to_dict().items() if key != "model_type"}
+    mamba = MambaForCausalLM(
+        MambaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    shape = {
+        key: value for key, value in tiny_config("llama").to_dict().items() if key != "model_type"
+    }
     sliding = MistralForCausalLM(MistralConfig(**{**shape, "sliding_window": 6}))
     eager = tiny_model()
     eager.set_attn_implementation("eager")
@@ -89,8 +98,13 @@ def test_a_model_that_would_decode_wrongly_is_refused():
 
 
 def test_dropout_is_off():
-    still, dropping = tiny_model("gpt2"), tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
-    probes = [HFEngine(model.train(), tiny_tokenizer()).probe((4, 5, 6)) for model in (still, dropping)]
+    still, dropping = (
+        tiny_model("gpt2"),
+        tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5),
+    )
+    probes = [
+        HFEngine(model.train(), tiny_tokenizer()).probe((4, 5, 6)) for model in (still, dropping)
+    ]
     np.testing.assert_array_equal(*probes)
 
 
@@ -100,7 +114,9 @@ def test_bf16_keeps_the_rotary_frequencies():
     assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
     requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=20, ignore_eos=True) for i in range(10)]
     for request, trajectory in zip(requests, sample_all(engine, requests), strict=True):
-        difference = np.abs(trajectory.logprobs - full_logprobs(tiny_model(), request, ids(trajectory)))
+        difference = np.abs(
+            trajectory.logprobs - full_logprobs(tiny_model(), request, ids(trajectory))
+        )
         assert 0 < difference.mean() < 0.05
 
 
@@ -108,7 +124,9 @@ def test_tied_weights_may_come_under_one_name_or_both():
     engine = HFEngine(tiny_model(tie_word_embeddings=True), tiny_tokenizer())
     new = tiny_model(seed=1, tie_word_embeddings=True).state_dict()
     expected = full_logprobs(tiny_model(seed=1, tie_word_embeddings=True), ask((4,)), [5, 6])
-    for version, left_out in enumerate((None, "lm_head.weight", "model.embed_tokens.weight"), start=1):
+    for version, left_out in enumerate(
+        (None, "lm_head.weight", "model.embed_tokens.weight"), start=1
+    ):
         engine.update_weights(tiny_model(tie_word_embeddings=True).state_dict().items(), 0)
         engine.update_weights(((n, t) for n, t in new.items() if n != left_out), version)
         np.testing.assert_allclose(engine.probe((4, 5, 6)), expected, atol=1e-6)
@@ -120,8 +138,11 @@ def test_tied_weights_may_come_under_one_name_or_both():
 
 def test_any_stale_weight_is_noticed(tmp_path, monkeypatch):
     """Each in its turn, moved by less than a probe could tell."""
-    config = cluster_config(write_model(tmp_path), "trainer.backend=local", "actor_rollout_ref.actor.use_kl_loss=False")
-    options = {"needs_ref": False, "needs_critic": False, "master_dtype": torch.float64}  # in float32 there is one copy
+    config = cluster_config(
+        write_model(tmp_path), "trainer.backend=local", "actor_rollout_ref.actor.use_kl_loss=False"
+    )
+    # In float32 there is one copy
+    options = {"needs_ref": False, "needs_critic": False, "master_dtype": torch.float64}
     workers = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), **options)
     copy_weights, names = workers.engine._copy, list(workers.models.actor.module.state_dict())
     for version, left_out in enumerate(names):
@@ -130,10 +151,15 @@ def test_any_stale_weight_is_noticed(tmp_path, monkeypatch):
                 parameter.add_(1e-6)
 
         def without(weights, values, left_out=left_out):
-            kept = [pair for pair in zip(weights, values, strict=True) if left_out not in pair[0].names]
+            kept = [
+                pair for pair in zip(weights, values, strict=True) if left_out not in pair[0].names
+            ]
             copy_weights(*zip(*kept, strict=True))
 
-        with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=f"1 of .*{left_out}"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(WeightSyncError, match=f"1 of .*{left_out}"),
+        ):
             patch.setattr(workers.engine, "_copy", without)
             workers.sync_weights(version)
         workers.sync_weights(version)
@@ -155,7 +181,9 @@ def test_what_fails_fails_every_request_and_leaves_no_trace(monkeypatch):
         raise MemoryError("no room")
 
     weights = tiny_model().state_dict()
-    engine.update_weights(((name, torch.full_like(tensor, torch.nan)) for name, tensor in weights.items()), 1)
+    engine.update_weights(
+        ((name, torch.full_like(tensor, torch.nan)) for name, tensor in weights.items()), 1
+    )
     assert errors() == {FloatingPointError}
     engine.update_weights(weights.items(), 2)
     with monkeypatch.context() as patch:
@@ -190,9 +218,17 @@ PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, hea
 def test_arrivals_and_aborts_at_random_change_no_response(seed):
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(4, 100, length).tolist()) for length in rng.integers(1, 12, 6)]
-    requests = [ask(prompts[rng.integers(6)], seed=i, max_tokens=int(rng.integers(1, 40))) for i in range(40)]
+    requests = [
+        ask(prompts[rng.integers(6)], seed=i, max_tokens=int(rng.integers(1, 40)))
+        for i in range(40)
+    ]
     rows = int(rng.integers(2, 20))
-    engine = HFEngine(tiny_model(), tiny_tokenizer(), max_batch_rows=rows, max_prefill_tokens=int(rng.integers(1, 30)))
+    engine = HFEngine(
+        tiny_model(),
+        tiny_tokenizer(),
+        max_batch_rows=rows,
+        max_prefill_tokens=int(rng.integers(1, 30)),
+    )
     doomed = set(rng.choice(40, 8, replace=False).tolist())
     chains = np.array_split(np.arange(40), 10)
     seen, step = [], engine._advance
@@ -235,7 +271,10 @@ def test_the_cache_stays_within_its_bytes():
         held.append(sum(t.nbytes for layer in engine.cache.stores for t in layer))
 
     engine.cache.reserve = watched
-    requests = [ask(PROMPTS[i % 5] * 3, seed=i, max_tokens=[150, 20, 70][i % 3], ignore_eos=True) for i in range(30)]
+    requests = [
+        ask(PROMPTS[i % 5] * 3, seed=i, max_tokens=[150, 20, 70][i % 3], ignore_eos=True)
+        for i in range(30)
+    ]
     assert [len(ids(t)) for t in sample_all(engine, requests)] == [150, 20, 70] * 10
     assert 0.5 * 2000 * PER_TOKEN < max(held) <= 2000 * PER_TOKEN
     with pytest.raises(ValueError, match="cache_gib"):
@@ -243,9 +282,15 @@ def test_the_cache_stays_within_its_bytes():
 
 
 def test_make_engine_follows_the_configuration():
-    options = dict(engine_kwargs={"hf": {"cache_gib": 0.5}}, max_num_seqs=9, max_num_batched_tokens=512)
+    options = dict(
+        engine_kwargs={"hf": {"cache_gib": 0.5}}, max_num_seqs=9, max_num_batched_tokens=512
+    )
     part = SimpleNamespace(rollout=SimpleNamespace(name="hf", dtype="bfloat16", **options))
     config = SimpleNamespace(actor_rollout_ref=part)
     engine = make_engine(config, tiny_model, tiny_tokenizer(), torch.device("cpu"))
-    assert (engine.max_rows, engine.max_prefill_tokens, engine.model.dtype) == (9, 512, torch.bfloat16)
+    assert (engine.max_rows, engine.max_prefill_tokens, engine.model.dtype) == (
+        9,
+        512,
+        torch.bfloat16,
+    )
     assert engine.cache_tokens == 0.5 * 2**30 / (PER_TOKEN / 2)

@@ -20,7 +20,9 @@ def plain(rows: int) -> list[SamplingParams]:
 
 
 def test_uniforms_are_uniform_and_unrelated_between_seeds_and_positions():
-    seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64), indexing="ij")
+    seeds, positions = np.meshgrid(
+        np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64), indexing="ij"
+    )
     table = uniforms(seeds.ravel(), positions.ravel()).reshape(200, 200)
     assert table.min() >= 0 and table.max() < 1 and len(np.unique(table)) == table.size
     counts = np.histogram(table, 50, (0, 1))[0]
@@ -41,13 +43,17 @@ def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
     token, logprob = draw(logits, plain(400), uniform)
     cdf = np.cumsum(logits.double().softmax(-1).numpy(), -1)
     expected = (cdf <= uniform[:, None].numpy() * cdf[:, -1:]).sum(-1)
-    assert (token.numpy() == expected.clip(max=vocab_size - 1)).mean() > 0.995  # the rest: rounding at an edge
-    np.testing.assert_allclose(logprob, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0], atol=1e-6)
+    # The rest: rounding at an edge
+    assert (token.numpy() == expected.clip(max=vocab_size - 1)).mean() > 0.995
+    np.testing.assert_allclose(
+        logprob, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0], atol=1e-6
+    )
     assert token[0] == logits[0].isfinite().nonzero()[0] and token[1] == vocab_size - 1
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_reachable():
-    """Half of the mass on one token, the rest over 150,000: float32 sums would skip most of them."""
+    """Half of the mass on one token, the rest over 150,000: float32 sums would skip most of
+    them."""
     logits = torch.zeros(1, 150_001)
     logits[0, 0] = np.log(150_000)
     uniform = torch.linspace(0.5, 1, 201, dtype=torch.float64)[:-1] + 1e-7
@@ -61,7 +67,9 @@ def test_truncation_is_each_row_s_own_keeps_ties_and_takes_the_token_that_reache
     params = SamplingParams(1, top_k=2), SamplingParams(1), SamplingParams(1, top_p=0.7)
     out = sampling.processed_logits(logits, params)
     assert out.tolist() == [[inf, 3.0, 2.0, inf], [1.0, 3.0, 2.0, 0.0], [inf, 3.0, 2.0, inf]]
-    tied = sampling.processed_logits(torch.tensor([[2.0, 1.0, 2.0, 2.0]]), [SamplingParams(1, top_k=2)])
+    tied = sampling.processed_logits(
+        torch.tensor([[2.0, 1.0, 2.0, 2.0]]), [SamplingParams(1, top_k=2)]
+    )
     assert tied.isfinite().tolist() == [[True, False, True, True]]
     halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)):
@@ -95,11 +103,14 @@ def byte_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def ends_at(tokenizer, ids: list[int], stop: tuple[str, ...]) -> int | None:
     rule = StopRule(SamplingParams(1000, stop=stop), frozenset(), tokenizer)
-    return next((i + 1 for i in range(len(ids)) if rule.ended(ids[: i + 1]) is Stop.STOP_STRING), None)
+    return next(
+        (i + 1 for i in range(len(ids)) if rule.ended(ids[: i + 1]) is Stop.STOP_STRING), None
+    )
 
 
 def test_stop_strings_match_where_decoding_everything_would():
-    """Random bytes, broken characters and special tokens included: the same place as the definition."""
+    """Random bytes, broken characters and special tokens included: the same place as the
+    definition."""
     tokenizer, rng = byte_tokenizer(), np.random.default_rng(0)
     letters = byte_ids(tokenizer, "ab é€")
     found = 0
@@ -107,10 +118,16 @@ def test_stop_strings_match_where_decoding_everything_would():
         ids = rng.choice(letters + [256], 30).tolist()
         stop = (("ab", "b a", "€"), ("aa",), ("é b", "bbb"))[int(rng.integers(3))]
         by_definition = next(
-            (n for n in range(1, 31) if any(s in tokenizer.decode(ids[:n], skip_special_tokens=True) for s in stop)),
+            (
+                n
+                for n in range(1, 31)
+                if any(s in tokenizer.decode(ids[:n], skip_special_tokens=True) for s in stop)
+            ),
             None,
         )
         assert ends_at(tokenizer, ids, stop) == by_definition
         found += by_definition is not None
     assert 50 < found < 290
-    assert ends_at(tokenizer, byte_ids(tokenizer, "日本語です"), ("本語",)) == len(byte_ids(tokenizer, "日本語"))
+    assert ends_at(tokenizer, byte_ids(tokenizer, "日本語です"), ("本語",)) == len(
+        byte_ids(tokenizer, "日本語")
+    )

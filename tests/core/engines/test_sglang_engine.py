@@ -1,4 +1,5 @@
-"""SGLang's real server behind the contract of every engine, but for the promises that it does not make."""
+"""SGLang's real server behind the contract of every engine, but for the promises that it does not
+make."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PYTHON = Path(__file__).parents[3] / ".venv-sglang/bin/python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),  # a busy machine starts a server in minutes
-    pytest.mark.skipif(not PYTHON.exists(), reason="bash environment/sglang.sh makes SGLang's environment"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="bash environment/sglang.sh makes SGLang's environment"
+    ),
 ]
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.14)
 CPU, POSITIONS, PORT = torch.device("cpu"), 256, 30519
@@ -42,13 +45,55 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine_of_all(model):
     """An engine on a server of a tiny model with random weights: starting one takes a minute."""
-    line = [PYTHON, "-m", "sglang.launch_server", "--model-path", model, "--load-format", "dummy", "--dtype", "float32"]
-    line += ["--port", PORT, "--skip-tokenizer-init", "--skip-server-warmup", "--incremental-streaming-output"]
-    line += ["--context-length", POSITIONS + 8, "--sampling-mask-max-tokens", VOCAB_SIZE, "--max-total-tokens", 20_000]
-    line += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    alone = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    line = [*map(str, line), "--disable-overlap-schedule", "--sleep-on-idle", "--log-level", "warning"]
-    process = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": "", **alone}, start_new_session=True)
+    line = [
+        PYTHON,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--load-format",
+        "dummy",
+        "--dtype",
+        "float32",
+    ]
+    line += [
+        "--port",
+        PORT,
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        "--incremental-streaming-output",
+    ]
+    line += [
+        "--context-length",
+        POSITIONS + 8,
+        "--sampling-mask-max-tokens",
+        VOCAB_SIZE,
+        "--max-total-tokens",
+        20_000,
+    ]
+    line += [
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+    ]
+    alone = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    line = [
+        *map(str, line),
+        "--disable-overlap-schedule",
+        "--sleep-on-idle",
+        "--log-level",
+        "warning",
+    ]
+    process = subprocess.Popen(
+        line, env={**os.environ, "PYTHONPATH": "", **alone}, start_new_session=True
+    )
     server = SGLangServer(f"http://127.0.0.1:{PORT}", 120.0)
     while process.poll() is None:
         with suppress(WorkersLost, RuntimeError):
@@ -57,7 +102,9 @@ def engine_of_all(model):
         time.sleep(0.5)
     with torch.device("meta"):
         skeleton = tiny_model(**SHAPE)
-    engine = SGLangEngine(tiny_tokenizer(), skeleton, server, device=CPU, max_length=POSITIONS, max_rows=200)
+    engine = SGLangEngine(
+        tiny_tokenizer(), skeleton, server, device=CPU, max_length=POSITIONS, max_rows=200
+    )
     engine._free = lambda: None  # close() is to be undone
     yield engine
     server.close()
@@ -96,7 +143,11 @@ class TestSGLang(ModelEngineContract):
 def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
     """A sync brings every weight, and one that is left out is noticed: each in its turn."""
     monkeypatch.setattr(sglang, "make", lambda *_: engine)  # the server that runs already
-    local = ("actor_rollout_ref.rollout.name=sglang", "trainer.backend=local", "trainer.phase_timeout_s=120")
+    local = (
+        "actor_rollout_ref.rollout.name=sglang",
+        "trainer.backend=local",
+        "trainer.phase_timeout_s=120",
+    )
     config = cluster_config(model, *local, "actor_rollout_ref.actor.use_kl_loss=False")
     workers = LocalWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
     load, unnoticed = engine.load, []
@@ -109,7 +160,11 @@ def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
             pairs = zip(bucket.weights, bucket.tensors, strict=True)
             kept = [(weight, value) for weight, value in pairs if left_out not in weight.names]
             assert len(kept) == len(bucket.weights) - 1
-            load(Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)))
+            load(
+                Bucket(
+                    tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)
+                )
+            )
 
         with monkeypatch.context() as patch, suppress(WeightSyncError):
             patch.setattr(engine, "load", without)

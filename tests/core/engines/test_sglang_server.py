@@ -1,4 +1,5 @@
-"""What SGLang's engine makes of a server that refuses, lies or dies; the real one is tested beside it."""
+"""What SGLang's engine makes of a server that refuses, lies or dies; the real one is tested beside
+it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ URL = f"{ROLLOUT}.engine_kwargs.sglang.url"
 
 @contextmanager
 def scripted(generate):
-    """Yield the address of a server and the requests that it received; ``generate(body)`` is its reply: a dict, a
-    status, or a list of what a stream brings."""
+    """Yield the address of a server and the requests that it received; ``generate(body)`` is its
+    reply: a dict, a status, or a list of what a stream brings."""
     seen = []
 
     def behave(handler, body):
@@ -41,12 +42,16 @@ def scripted(generate):
             body["weights"] = load_file(f"{body['model_path']}/model.safetensors")
         seen.append((handler.path, body))
         made = (
-            generate(body) if handler.path == "/generate" else {"success": True, "ranks": [{"per_gpu_checksum": "1f"}]}
+            generate(body)
+            if handler.path == "/generate"
+            else {"success": True, "ranks": [{"per_gpu_checksum": "1f"}]}
         )
         if made is None:  # it dies
             handler.close_connection = True
         elif isinstance(made, list):
-            data = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in made)
+            data = "".join(
+                f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in made
+            )
             reply(handler, 200, data.encode(), [("Content-Type", "text/event-stream")])
         elif isinstance(made, int):
             reply(handler, made, {"error": {"message": "scripted"}})
@@ -60,7 +65,10 @@ def scripted(generate):
 def written(tokens, why="length", total=None, **meta):
     pairs = [[-0.5 - token / 100, token, None] for token in tokens]
     meta = {"output_token_logprobs": pairs, "completion_tokens": total or len(tokens), **meta}
-    return {"output_ids": list(tokens), "meta_info": {"finish_reason": why and {"type": why}, **meta}}
+    return {
+        "output_ids": list(tokens),
+        "meta_info": {"finish_reason": why and {"type": why}, **meta},
+    }
 
 
 @contextmanager
@@ -68,7 +76,9 @@ def engine_on(generate, **options):
     with scripted(generate) as (url, seen), torch.device("meta"):
         skeleton = tiny_model(**options)
         server = SGLangServer(url, 5.0)
-        engine = SGLangEngine(tiny_tokenizer(), skeleton, server, device=CPU, max_length=256, max_rows=4)
+        engine = SGLangEngine(
+            tiny_tokenizer(), skeleton, server, device=CPU, max_length=256, max_rows=4
+        )
         try:
             yield engine, seen
         finally:
@@ -85,22 +95,31 @@ def requested(seen, path="/generate"):
 
 def test_a_request_says_all_that_a_server_could_add():
     with engine_on(echo, vocab_size=VOCAB_SIZE + 2) as (engine, seen):
-        for settings in (dict(max_tokens=3, temperature=0.7), dict(temperature=0, top_k=5, top_p=0.5), dict(top_p=0.5)):
+        for settings in (
+            dict(max_tokens=3, temperature=0.7),
+            dict(temperature=0, top_k=5, top_p=0.5),
+            dict(top_p=0.5),
+        ):
             sample_all(engine, [ask(**settings)])
     first, greedy, cut = requested(seen)
     assert first["input_ids"] == list(HELLO) and first["return_logprob"] and first["stream"]
     assert first["sampling_params"] == {
         **{"temperature": 0.7, "max_new_tokens": 3, "min_p": 0.0, "repetition_penalty": 1.0},
         **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "ignore_eos": True},
-        "logit_bias": {str(VOCAB_SIZE): -1e9, str(VOCAB_SIZE + 1): -1e9},  # ids that the tokenizer does not know
+        # Ids that the tokenizer does not know
+        "logit_bias": {str(VOCAB_SIZE): -1e9, str(VOCAB_SIZE + 1): -1e9},
     }
     assert "return_sampling_mask" not in greedy
     assert cut["return_sampling_mask"] and cut["sampling_logprobs_mode"] == "selected"
-    assert (cut["sampling_params"]["top_k"], cut["sampling_params"]["top_p"]) == (VOCAB_SIZE + 2, 0.5)
+    assert (cut["sampling_params"]["top_k"], cut["sampling_params"]["top_p"]) == (
+        VOCAB_SIZE + 2,
+        0.5,
+    )
 
 
 def test_a_stream_is_examined_token_by_token():
-    """The model's own end does not end a request that ignores it; a stop id does, in the middle of what has come."""
+    """The model's own end does not end a request that ignores it; a stop id does, in the middle of
+    what has come."""
     whole, steps = [5, 1, 6, 7, 8], (1, 2, 5)
     parts = [
         written(whole[known:end], "length" if end == 5 else None, total=end)
@@ -118,8 +137,16 @@ def test_a_stream_is_examined_token_by_token():
         (written([5], "abort"), WorkersLost, "ended a response with abort after 1 tokens"),
         (400, RuntimeError, "refused /generate: .*scripted"),
         (None, WorkersLost, "server at .* is lost"),
-        ([written([5], None), {"error": {"message": "no room"}}], RuntimeError, "refused /generate: .*no room"),
-        (written([5, 6], output_token_logprobs=[[None, 5, None], [None, 6, None]]), FloatingPointError, "not finite"),
+        (
+            [written([5], None), {"error": {"message": "no room"}}],
+            RuntimeError,
+            "refused /generate: .*no room",
+        ),
+        (
+            written([5, 6], output_token_logprobs=[[None, 5, None], [None, 6, None]]),
+            FloatingPointError,
+            "not finite",
+        ),
     ],
 )
 def test_a_reply_that_cannot_stand(reply, error, words):
@@ -138,7 +165,9 @@ CUT = {
     "done": ["[DONE]"],
     "lost ids": [written([5], None), written([7, 8], None, total=4), written([9, 1], total=6)],
     "fewer than before": [written([5, 6], None), written([7], total=1)],
-    "no log-probs": [{"output_ids": [5, 6], "meta_info": {"completion_tokens": 2, "finish_reason": None}}],
+    "no log-probs": [
+        {"output_ids": [5, 6], "meta_info": {"completion_tokens": 2, "finish_reason": None}}
+    ],
     "fewer log-probs": [written([5, 6, 7], None, output_token_logprobs=logprobs_of(5, 6))],
     "log-probs of others": [written([5, 6, 7], None, output_token_logprobs=logprobs_of(7, 8, 9))],
     "floats": [written([5.0, 6.0, 7.0])],
@@ -157,7 +186,9 @@ def no_pause(monkeypatch):
 
 
 @pytest.mark.parametrize("parts", CUT.values(), ids=CUT)
-def test_a_stream_that_is_cut_is_requested_again_and_then_a_failure_with_its_rate(no_pause, parts, caplog):
+def test_a_stream_that_is_cut_is_requested_again_and_then_a_failure_with_its_rate(
+    no_pause, parts, caplog
+):
     replies = [parts, parts, echo]
 
     def generate(body):
@@ -166,7 +197,10 @@ def test_a_stream_that_is_cut_is_requested_again_and_then_a_failure_with_its_rat
 
     with engine_on(generate) as (engine, seen):
         (found,) = sample_all(engine, [ask(max_tokens=6, ignore_eos=True)])
-        assert (ids(found), found.stop) == ([5] * 6, Stop.LENGTH) and "2 of 2 streams were cut" in caplog.text
+        assert (ids(found), found.stop) == (
+            [5] * 6,
+            Stop.LENGTH,
+        ) and "2 of 2 streams were cut" in caplog.text
         names = [body["rid"] for body in requested(seen)]
         assert len({*names}) == 3
         with pytest.raises(WorkersLost, match="5 of 6 streams were cut"):
@@ -184,13 +218,17 @@ def test_a_server_that_is_busy_is_asked_until_it_answers(monkeypatch):
         (found,) = sample_all(engine, [ask(max_tokens=2)])
         assert ids(found) == [5, 5]
         statuses += [503] * 1000
-        engine.server._http.options = dataclasses.replace(engine.server._http.options, give_up_s=0.2)
+        engine.server._http.options = dataclasses.replace(
+            engine.server._http.options, give_up_s=0.2
+        )
         with pytest.raises(RuntimeError, match="refused /generate: status 503"):
             sample_all(engine, [ask(max_tokens=2)])
 
 
 def test_a_whole_reply_stands_with_the_log_probs_of_the_truncated_distribution():
-    with engine_on(lambda _: written([7, 9], "abort", output_token_sampling_logprobs=[-0.1, -0.2])) as (engine, _):
+    with engine_on(
+        lambda _: written([7, 9], "abort", output_token_sampling_logprobs=[-0.1, -0.2])
+    ) as (engine, _):
         (found,) = sample_all(engine, [ask(max_tokens=2, top_k=3)])
     assert (ids(found), found.logprobs.tolist()) == ([7, 9], pytest.approx([-0.1, -0.2]))
 
@@ -201,7 +239,10 @@ def test_an_update_hands_over_every_weight_once():
         (proof,) = engine.update_weights(weights.items(), 4)
         assert (engine.policy_version, proof.weights) == (4, {"all": (31,)})
     (body,) = requested(seen, "/update_weights_from_disk")
-    assert body["weights"].keys() == weights.keys() - {"lm_head.weight"} and body["load_format"] == "safetensors"
+    assert (
+        body["weights"].keys() == weights.keys() - {"lm_head.weight"}
+        and body["load_format"] == "safetensors"
+    )
     assert all(torch.equal(value, weights[name]) for name, value in body["weights"].items())
     assert [path for path, _ in seen][:2] == ["/update_weights_from_disk", "/flush_cache"]
     assert not Path(body["model_path"]).exists()
@@ -236,8 +277,17 @@ def test_an_aborted_request_is_aborted_on_the_server():
 
 
 def test_an_engine_is_made_on_the_server_of_the_url(tmp_path):
-    local = ("trainer.backend=local", "trainer.device=cpu", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=float32")
-    lengths = ("data.max_prompt_length=16", "data.max_response_length=24", "trainer.phase_timeout_s=5")
+    local = (
+        "trainer.backend=local",
+        "trainer.device=cpu",
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.dtype=float32",
+    )
+    lengths = (
+        "data.max_prompt_length=16",
+        "data.max_response_length=24",
+        "trainer.phase_timeout_s=5",
+    )
     keys = [*local, *lengths, f"actor_rollout_ref.model.path={write_model(tmp_path)}"]
     with scripted(echo) as (url, _):
         config = compose("grpo", [*keys, f"+{URL}={url}/"])
@@ -248,4 +298,6 @@ def test_an_engine_is_made_on_the_server_of_the_url(tmp_path):
         make_engine(config, None, tiny_tokenizer(), CPU)
     assert [line.partition(":")[0] for line in problems(compose("grpo", keys))] == [URL]
     more = compose("grpo", [*keys, f"+{URL}=x", f"+{ROLLOUT}.engine_kwargs.sglang.page_size=16"])
-    assert [line.partition(":")[0] for line in problems(more)] == [f"{ROLLOUT}.engine_kwargs.sglang.page_size"]
+    assert [line.partition(":")[0] for line in problems(more)] == [
+        f"{ROLLOUT}.engine_kwargs.sglang.page_size"
+    ]

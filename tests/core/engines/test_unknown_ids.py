@@ -1,4 +1,5 @@
-"""Ids that the tokenizer does not know: no engine samples them, and engine and learner agree on what is left."""
+"""Ids that the tokenizer does not know: no engine samples them, and engine and learner agree on
+what is left."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.optimizer_steps import update_actor
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 CPU, SPARE = torch.device("cpu"), 60
-SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)  # that vLLM's CPU build has kernels for
+# That vLLM's CPU build has kernels for
+SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
 VLLM = (
     *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True"),
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
@@ -29,7 +31,9 @@ LOCAL = (
     *("trainer.backend=local", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
     "actor_rollout_ref.actor.use_kl_loss=False",
 )
-has_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+has_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,9 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
     try:
         one.sync_weights(0)
         settings = ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9})
-        requests = [ask(seed=i, max_tokens=16, ignore_eos=True, **settings[i % 4]) for i in range(32)]
+        requests = [
+            ask(seed=i, max_tokens=16, ignore_eos=True, **settings[i % 4]) for i in range(32)
+        ]
         sampled = sample_all(one.engine, requests)
         assert max(t.response_ids.max() for t in sampled) < VOCAB_SIZE
         plain = tuple(sampled[::4])
@@ -60,7 +66,8 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
         before = head.detach().clone()
         update_actor(one, batch.adding(advantages=torch.ones_like(log_probs)))
         moved = (head.detach() - before)[VOCAB_SIZE:].abs().max()
-        assert moved < 1e-3 < (head.detach() - before)[:VOCAB_SIZE].abs().max()  # weight decay alone
+        # Weight decay alone
+        assert moved < 1e-3 < (head.detach() - before)[:VOCAB_SIZE].abs().max()
     finally:
         one.close()
 
@@ -68,7 +75,11 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
 def test_holes_in_a_vocabulary_are_unknown_too():
     known = np.array([True, False, True])
     assert unknown_among(known, 5).tolist() == [1, 3, 4] and unknown_among(known, 2).tolist() == [1]
-    assert unknown_among(None, 5).tolist() == [] == unknown_among(known_ids(tiny_tokenizer()), VOCAB_SIZE).tolist()
+    assert (
+        unknown_among(None, 5).tolist()
+        == []
+        == unknown_among(known_ids(tiny_tokenizer()), VOCAB_SIZE).tolist()
+    )
 
 
 def test_a_model_without_weights_has_all_ends_of_its_generation_config(tmp_path):

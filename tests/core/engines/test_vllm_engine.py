@@ -32,7 +32,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = (
     *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True"),
     *("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.backend=local"),
-    *("actor_rollout_ref.actor.use_kl_loss=False", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=16777216"),
+    *(
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+    ),
 )
 
 
@@ -42,7 +45,8 @@ def skeleton(**options) -> torch.nn.Module:
 
 
 class TestVLLM(ModelEngineContract):
-    """One engine for all of the tests: starting one takes seconds. Each test finds it with fresh weights."""
+    """One engine for all of the tests: starting one takes seconds. Each test finds it with fresh
+    weights."""
 
     model_options = {**SHAPE, "initializer_range": 0.14}
 
@@ -58,7 +62,8 @@ class TestVLLM(ModelEngineContract):
             enforce_eager=True,
             block_size=BLOCK,
             max_model_len=256,
-            max_num_batched_tokens=64,  # raised to a whole sequence; less than many prompts together
+            # Raised to a whole sequence; less than many prompts together
+            max_num_batched_tokens=64,
             max_num_seqs=200,
             kv_cache_memory_bytes=16 << 20,
         )
@@ -83,7 +88,8 @@ class TestVLLM(ModelEngineContract):
 
 
 def watched(engine: VLLMEngine) -> dict[str, int]:
-    """Counts the tokens that vLLM's scheduler sends through the model, before a request's first token and after."""
+    """Counts the tokens that vLLM's scheduler sends through the model, before a request's first
+    token and after."""
     scheduler, work = engine.llm.engine_core.engine_core.scheduler, {"prefill": 0, "rows": 0}
     schedule = scheduler.schedule
 
@@ -100,10 +106,20 @@ def watched(engine: VLLMEngine) -> dict[str, int]:
 def test_a_model_that_this_cpu_has_no_kernel_for_ends_with_the_key_that_avoids_it(tmp_path):
     shape = {**SHAPE, "num_attention_heads": 4}  # heads of 16
     tiny_config(**shape).save_pretrained(tmp_path)
-    options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=4 << 20)
+    options = dict(
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=2,
+        kv_cache_memory_bytes=4 << 20,
+    )
     engine = VLLMEngine(tiny_tokenizer(), skeleton(**shape), model=str(tmp_path), **options)
     try:
-        with pytest.raises(InputError, match=r"=vllm: .*head_dim=16.*; set actor_rollout_ref.rollout.name=hf"):
+        with pytest.raises(
+            InputError,
+            match=r"=vllm: .*head_dim=16.*; set "
+            r"actor_rollout_ref.rollout.name=hf",
+        ):
             engine.update_weights(tiny_model(**shape).state_dict().items(), 0)
             engine.probe((1, 2, 3))
     finally:
@@ -118,7 +134,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def workers(model):
     """Learner and engine of a model whose head is its embedding."""
-    one = LocalWorkers(cluster_config(model, *VLLM), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    one = LocalWorkers(
+        cluster_config(model, *VLLM), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False
+    )
     yield one
     one.close()
 
@@ -135,10 +153,14 @@ def test_every_sync_brings_every_weight_into_a_copy_of_the_engine_s(workers):
     for version in (1, 2):
         train(workers, version)
         assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
-    for trajectory in sample_all(workers.engine, [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]):
+    for trajectory in sample_all(
+        workers.engine, [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]
+    ):
         assert trajectory.policy_version == 2
         with torch.no_grad():
-            logits = workers.models.actor.module(torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])).logits[0]
+            logits = workers.models.actor.module(
+                torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])
+            ).logits[0]
         expected = logits[len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(ids(trajectory))[:, None])[:, 0]
         np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=1e-4)
@@ -158,7 +180,8 @@ def leaving_out(bucket, names):
 
 
 def test_any_stale_weight_is_noticed(workers, monkeypatch):
-    """One weight of each sync is left out, in turn; the head that is the embedding, under its own name alone too."""
+    """One weight of each sync is left out, in turn; the head that is the embedding, under its own
+    name alone too."""
     tied = ("model.embed_tokens.weight", "lm_head.weight")
     names = [(name,) for name in workers.models.actor.module.state_dict() if name not in tied]
     send, unnoticed = workers.engine.llm.collective_rpc, []
@@ -166,7 +189,9 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
         train(workers, number)
 
         def without(method, args=(), left_out=left_out):
-            return send(method, args=[leaving_out(args[0], left_out)] if method == "load_bucket" else args)
+            return send(
+                method, args=[leaving_out(args[0], left_out)] if method == "load_bucket" else args
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(workers.engine.llm, "collective_rpc", without)
@@ -191,12 +216,15 @@ def in_flight(engine, act, words):
 
 
 def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
-    """The GPU's memory is vLLM's to free; here it is seen that it is asked to, when, and what may happen meanwhile."""
+    """The GPU's memory is vLLM's to free; here it is seen that it is asked to, when, and what may
+    happen meanwhile."""
     engine, calls, update = workers.engine, [], ["begin_buckets", "load_bucket", "end_buckets"]
     send = engine.llm.collective_rpc
     monkeypatch.setattr(engine.llm, "sleep", lambda level: calls.append(f"sleep {level}"))
     monkeypatch.setattr(engine.llm, "wake_up", lambda tags: calls.append(f"wake {tags[0]}"))
-    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *a, **k: calls.append(a[0]) or send(*a, **k))
+    monkeypatch.setattr(
+        engine.llm, "collective_rpc", lambda *a, **k: calls.append(a[0]) or send(*a, **k)
+    )
     workers.sync_weights(1)
     engine.sleep()
     assert calls == update  # not made to sleep: it does not
@@ -216,22 +244,55 @@ def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
 def test_the_configuration_reaches_vllm(model, monkeypatch):
     empty = skeleton(tie_word_embeddings=True, **SHAPE)
     config = cluster_config(
-        *(model, *VLLM, "trainer.backend=ray", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
-        *(f"{ROLLOUT}.max_num_seqs=32", f"{ROLLOUT}.max_num_batched_tokens=512", f"{ROLLOUT}.enforce_eager=False"),
-        *(f"+{ROLLOUT}.engine_kwargs.vllm.block_size=64", f"+{ROLLOUT}.engine_kwargs.vllm.swap=null"),
-        *(f"{ROLLOUT}.enable_prefix_caching=False", "+actor_rollout_ref.model.override_config.rope_theta=5.0"),
+        *(
+            model,
+            *VLLM,
+            "trainer.backend=ray",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.dtype=bfloat16",
+        ),
+        *(
+            f"{ROLLOUT}.max_num_seqs=32",
+            f"{ROLLOUT}.max_num_batched_tokens=512",
+            f"{ROLLOUT}.enforce_eager=False",
+        ),
+        *(
+            f"+{ROLLOUT}.engine_kwargs.vllm.block_size=64",
+            f"+{ROLLOUT}.engine_kwargs.vllm.swap=null",
+        ),
+        *(
+            f"{ROLLOUT}.enable_prefix_caching=False",
+            "+actor_rollout_ref.model.override_config.rope_theta=5.0",
+        ),
     )
     found = engine_arguments(config, empty)
     rope = {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}
     expected = {"model": str(model), "hf_overrides": rope, "dtype": "bfloat16", "block_size": 64}
-    expected |= {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    expected |= {"enforce_eager": False, "enable_prefix_caching": False, "enable_chunked_prefill": True}
-    assert expected.items() <= found.items() and "swap" not in found and not found["enable_sleep_mode"]
-    alone = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False")
+    expected |= {
+        "tensor_parallel_size": 2,
+        "max_model_len": 64,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+    }
+    expected |= {
+        "enforce_eager": False,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": True,
+    }
+    assert (
+        expected.items() <= found.items() and "swap" not in found and not found["enable_sleep_mode"]
+    )
+    alone = cluster_config(
+        model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False"
+    )
     kept = cluster_config(model, *VLLM, f"{ROLLOUT}.free_cache_engine=False")
     with monkeypatch.context() as patch:
         patch.setattr(vllm, "DEVICE", "cuda")
-        sleeps = [engine_arguments(one, empty)["enable_sleep_mode"] for one in (config, alone, kept)]
+        sleeps = [
+            engine_arguments(one, empty)["enable_sleep_mode"] for one in (config, alone, kept)
+        ]
     assert sleeps == [True, False, False]
-    with pytest.raises(InputError, match="computes on cpu, the run is on cuda: set trainer.device=cpu"):
+    with pytest.raises(
+        InputError, match="computes on cpu, the run is on cuda: set trainer.device=cpu"
+    ):
         make_engine(config, None, tiny_tokenizer(), torch.device("cuda"))

@@ -1,4 +1,5 @@
-"""vLLM on several processes. A file of its own: closing an engine takes the state of those beside it in the process."""
+"""vLLM on several processes. A file of its own: closing an engine takes the state of those beside
+it in the process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not t
 
 
 def send(engine, policy, version):
-    """Update the engine as a cluster does, by buckets in memory that its processes open, and return the proofs."""
+    """Update the engine as a cluster does, by buckets in memory that its processes open, and return
+    the proofs."""
     names = [names for names in weight_names(engine.model) if names[0] in policy]
     weights = [Weight(each, tuple(policy[each[0]].shape), torch.float32) for each in names]
     limit = max(max(weight.room for weight in weights), sum(weight.room for weight in weights) // 5)
@@ -39,7 +41,8 @@ def send(engine, policy, version):
 
 @pytest.mark.processes
 def test_two_processes_share_one_engine(tmp_path):
-    """Each holds a part of every layer: the same log-probs and answers as one process, and no part stays stale."""
+    """Each holds a part of every layer: the same log-probs and answers as one process, and no part
+    stays stale."""
     options = {**SHAPE, "initializer_range": 0.14}
     tiny_config(**options).save_pretrained(tmp_path)
     requests = [ask(tuple(range(40 + i, 80 + i)), seed=i, max_tokens=8) for i in range(6)]
@@ -48,8 +51,18 @@ def test_two_processes_share_one_engine(tmp_path):
     for processes in (1, 2):
         engine = VLLMEngine(
             *(tiny_tokenizer(), skeleton(**options)),
-            **dict(model=str(tmp_path), dtype="float32", enforce_eager=True, block_size=BLOCK, max_model_len=256),
-            **dict(max_num_batched_tokens=256, kv_cache_memory_bytes=16 << 20, tensor_parallel_size=processes),
+            **dict(
+                model=str(tmp_path),
+                dtype="float32",
+                enforce_eager=True,
+                block_size=BLOCK,
+                max_model_len=256,
+            ),
+            **dict(
+                max_num_batched_tokens=256,
+                kv_cache_memory_bytes=16 << 20,
+                tensor_parallel_size=processes,
+            ),
         )
         try:
             proofs = {}
@@ -58,10 +71,14 @@ def test_two_processes_share_one_engine(tmp_path):
                 if version == len(policies):
                     break
                 answers = sample_all(engine, requests)
-                found[processes, version] = engine.probe(tuple(range(40, 80))), list(map(ids, answers))
+                found[processes, version] = (
+                    engine.probe(tuple(range(40, 80))),
+                    list(map(ids, answers)),
+                )
             assert all(len(found) == processes for found in proofs.values())
             assert proofs[0] == proofs[2] != proofs[1]
-            assert len({str(one.weights) for one in proofs[0]}) == processes  # each process holds a part of its own
+            # Each process holds a part of its own
+            assert len({str(one.weights) for one in proofs[0]}) == processes
         finally:
             engine.close()
     for version in (0, 1):

@@ -1,4 +1,5 @@
-"""Buckets of weights: what is packed comes out in another process, and a checksum tells any change."""
+"""Buckets of weights: what is packed comes out in another process, and a checksum tells any
+change."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ def some():
     """Weights of odd sizes and several number formats."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (1, 1), (7, 5), (64, 33), (1,), (9, 2, 3), (130,)]
-    formats = [torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.uint8]
+    formats = [
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.float32,
+        torch.uint8,
+    ]
     pairs = zip(shapes, formats, strict=True)
     values = [torch.randint(0, 100, shape, generator=generator).to(dtype) for shape, dtype in pairs]
     return [Weight((f"w{i}",), tuple(v.shape), v.dtype) for i, v in enumerate(values)], values
@@ -50,10 +59,17 @@ def test_every_weight_comes_out_as_it_went_in(limit, count):
         found += zip(bucket.weights, opened, strict=True)
         sent.append(bucket.weights)
     assert [weight for weight, _ in found] == weights and len(sent) == count
-    assert all(torch.equal(value, expected) for (_, value), expected in zip(found, values, strict=True))
-    assert all(value.dtype == weight.dtype and value.shape == weight.shape for weight, value in found)
-    unstaged = list(pack(weights, iter(values), limit, None))  # of a rank without staging, which gathers alike
-    assert [bucket.weights for bucket in unstaged] == sent and not any(bucket.checksum for bucket in unstaged)
+    assert all(
+        torch.equal(value, expected) for (_, value), expected in zip(found, values, strict=True)
+    )
+    assert all(
+        value.dtype == weight.dtype and value.shape == weight.shape for weight, value in found
+    )
+    # Of a rank without staging, which gathers alike
+    unstaged = list(pack(weights, iter(values), limit, None))
+    assert [bucket.weights for bucket in unstaged] == sent and not any(
+        bucket.checksum for bucket in unstaged
+    )
 
 
 READ = """
@@ -67,8 +83,12 @@ def test_another_process_reads_the_same_memory():
     weights, values = some()
     staging = Staging(10**4, CPU)
     (bucket,) = pack(weights, values, 10**6, staging)
-    other = subprocess.run([sys.executable, "-c", READ], input=pickle.dumps(bucket), capture_output=True, check=True)
-    assert other.stdout.decode().strip() == f"{list(bucket.checksum)}; {[value.sum().item() for value in values]}"
+    other = subprocess.run(
+        [sys.executable, "-c", READ], input=pickle.dumps(bucket), capture_output=True, check=True
+    )
+    assert other.stdout.decode().strip() == (
+        f"{list(bucket.checksum)}; {[value.sum().item() for value in values]}"
+    )
     staging.file.truncate(100)
     with pytest.raises(ValueError, match="greater than file size"):
         bucket.open(CPU)
@@ -90,7 +110,9 @@ def test_any_change_of_the_bytes_changes_the_checksum():
             swapped[first : first + block] = words[second : second + block]
             swapped[second : second + block] = words[first : first + block]
             assert (checksum(swapped) == before) == torch.equal(swapped, words)
-    assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(torch.zeros(32, dtype=torch.uint8))
+    assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(
+        torch.zeros(32, dtype=torch.uint8)
+    )
 
 
 def test_places_of_all_ranks_are_one_bucket():
@@ -106,8 +128,15 @@ def test_places_of_all_ranks_are_one_bucket():
 
 
 def test_a_weight_larger_than_a_bucket_is_refused():
-    weights = [Weight(("head",), (1024, 1025), torch.float32), Weight(("norm",), (4,), torch.float32)]
-    with pytest.raises(InputError, match=r"megabytes=4: the weight head has 4 MiB, .*; set at least 5"):
+    weights = [
+        Weight(("head",), (1024, 1025), torch.float32),
+        Weight(("norm",), (4,), torch.float32),
+    ]
+    with pytest.raises(
+        InputError,
+        match=r"megabytes=4: the weight head has 4 MiB, .*; set at "
+        r"least 5",
+    ):
         staged_size(weights, 4 * 2**20)
     assert staged_size(weights, 5 * 2**20) == 1024 * 1025 * 4 + ALIGNMENT
 
@@ -121,6 +150,8 @@ def test_tied_names_are_one_weight():
     others = [weight for weight in weights if weight != tied]
     check_weights(model, [*others, Weight(tied.names[:1], tied.shape, tied.dtype)])
     with pytest.raises(ValueError, match="sent as several weights"):
-        check_weights(model, [*others, *(Weight((name,), tied.shape, tied.dtype) for name in tied.names)])
+        check_weights(
+            model, [*others, *(Weight((name,), tied.shape, tied.dtype) for name in tied.names)]
+        )
     with pytest.raises(ValueError, match=r"embed_tokens.weight = lm_head.weight: missing"):
         check_weights(model, others)

@@ -1,4 +1,5 @@
-"""Attention of packed sequences: kernels, batches of similar lengths, and heads that ranks exchange."""
+"""Attention of packed sequences: kernels, batches of similar lengths, and heads that ranks
+exchange."""
 
 import pytest
 import torch
@@ -7,14 +8,19 @@ from core.learner import packing
 
 
 def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
-    """[N, H, D], row starts in int32, causal within a window: against a stand-in that computes it row by row."""
+    """[N, H, D], row starts in int32, causal within a window: against a stand-in that computes it
+    row by row."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, 9, 8, generator=generator) for heads in (4, 2, 2))
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     calls = []
 
-    def kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-        calls.append((q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa))
+    def kernel(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa
+    ):
+        calls.append(
+            (q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa)
+        )
         ends = starts_q, starts_k, longest_q, longest_k
         per_row = packing._by_length(*(one.transpose(0, 1) for one in (q, k, v)), ends, scale, None)
         return per_row.transpose(0, 1)
@@ -30,13 +36,15 @@ def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_sequences_of_similar_lengths_are_read_together_as_each_alone(window, monkeypatch):
-    """They are one call, wherever they lie; every sequence gets what it gets alone, gradients too."""
+    """They are one call, wherever they lie; every sequence gets what it gets alone, gradients
+    too."""
     # more keys than queries: a shared prompt's; at the end a rank's padding of nothing
     queries, keys = (3, 3, 3, 5, 3, 6, 6, 5, 2, 0), (3, 3, 7, 9, 7, 6, 6, 5, 12, 0)
     generator = torch.Generator().manual_seed(0)
     sizes = ((4, sum(queries)), (2, sum(keys)), (2, sum(keys)))
     query, key, value, grad = (
-        torch.randn(*size, 8, generator=generator, requires_grad=True) for size in (*sizes, sizes[0])
+        torch.randn(*size, 8, generator=generator, requires_grad=True)
+        for size in (*sizes, sizes[0])
     )
     calls, kernel = [], packing.F.scaled_dot_product_attention
 
@@ -61,9 +69,12 @@ def test_sequences_of_similar_lengths_are_read_together_as_each_alone(window, mo
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads, shared, ranks", [(8, 2, 4), (8, 1, 2), (12, 4, 6), (8, 8, 2), (14, 2, 7)])
+@pytest.mark.parametrize(
+    "heads, shared, ranks", [(8, 2, 4), (8, 1, 2), (12, 4, 6), (8, 8, 2), (14, 2, 7)]
+)
 def test_each_rank_gets_the_heads_that_its_queries_need(heads, shared, ranks):
-    """Keys serve several queries each; a rank has a run of the queries, and those keys and no others."""
+    """Keys serve several queries each; a rank has a run of the queries, and those keys and no
+    others."""
     key = torch.arange(shared)[None, :, None, None]
     wanted = key.repeat_interleave(heads // shared, dim=1).chunk(ranks, dim=1)
     found = packing._enough_heads(key, ranks)

@@ -1,4 +1,5 @@
-"""Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory is."""
+"""Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory
+is."""
 
 import pickle
 
@@ -26,7 +27,9 @@ PAD = 99
 
 def trajectory(prompt, response, mask=None, stop=Stop.EOS):
     mask = [True] * len(response) if mask is None else mask
-    return Trajectory(prompt, response, mask, [-0.5] * len(response), (), stop, policy_version=3, seed=1)
+    return Trajectory(
+        prompt, response, mask, [-0.5] * len(response), (), stop, policy_version=3, seed=1
+    )
 
 
 def scored(prompt, responses, scores, ordinal=0, baseline=None):
@@ -86,10 +89,14 @@ def test_a_greedy_answer_that_could_not_be_graded_is_no_baseline_of_0(status):
 def test_two_groups_with_one_prompt_stay_two():
     """A question that is drawn twice: each answer is compared with those of its own draw."""
     answers = [trajectory([1, 2], [3]), trajectory([1, 2], [4])]
-    batch = make_batch([scored([1, 2], answers, [Score(float(n)), Score(n + 2.0)], ordinal=n) for n in (0, 1)], PAD)
+    batch = make_batch(
+        [scored([1, 2], answers, [Score(float(n)), Score(n + 2.0)], ordinal=n) for n in (0, 1)], PAD
+    )
     assert batch.group.tolist() == [0, 0, 1, 1]
     fields = {"in_group_stats": batch.in_group_stats, "epsilon": 0}
-    advantages, _ = grpo(AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields))
+    advantages, _ = grpo(
+        AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields)
+    )
     by_answer = advantages[batch.response_mask].tolist()
     assert by_answer[:2] == by_answer[2:] == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
@@ -108,7 +115,9 @@ def batches(draw):
     for ordinal in range(draw(st.integers(1, 7))):
         prompt = list(range(1, 1 + int(rng.integers(1, 6))))
         responses = [trajectory(prompt, [5] * int(rng.integers(0, 12))) for _ in range(3)]
-        groups.append(scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal))
+        groups.append(
+            scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal)
+        )
     return make_batch(groups, PAD)
 
 
@@ -130,29 +139,44 @@ def test_what_is_cut_from_a_batch_is_pickled_without_the_rest_of_it():
 def test_rows_are_those_of_the_padded_fields(batch, data):
     """``response_mask`` and ids tell every sequence from its neighbours: the prompt counts up."""
     number = st.integers(0, len(batch) - 1)
-    index = data.draw(st.slices(len(batch)).filter(lambda s: s.step in (None, 1)) | st.lists(number, max_size=9))
+    index = data.draw(
+        st.slices(len(batch)).filter(lambda s: s.step in (None, 1)) | st.lists(number, max_size=9)
+    )
     chosen = index if isinstance(index, slice) else torch.tensor(index, dtype=torch.int64)
     found = batch.rows(chosen)
     spans = batch.spans(chosen)
     for name, value in batch.stored.items():
         of_tokens = BATCH_FIELDS[name].metadata["axes"] == "N"
-        expected = torch.cat([value[:0], *(value[span] for span in spans)]) if of_tokens else value[chosen]
+        expected = (
+            torch.cat([value[:0], *(value[span] for span in spans)]) if of_tokens else value[chosen]
+        )
         assert torch.equal(found.stored[name], expected), name
     everything = torch.zeros_like(batch.rollout_log_probs)
     batch.put(everything, torch.arange(len(batch)), batch.rollout_log_probs)
     assert torch.equal(everything, batch.rollout_log_probs)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
 def test_the_weights_of_a_mini_batch_are_those_of_its_mask(groups, mode):
     (step,) = mini_batches(make_batch(groups, PAD), prompts=2, agg_mode=mode, scale_factor=12.0)
-    assert torch.equal(step.loss_weight, loss_weights(step.loss_mask, step.lengths, mode, scale_factor=12.0))
+    assert torch.equal(
+        step.loss_weight, loss_weights(step.loss_mask, step.lengths, mode, scale_factor=12.0)
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=batches(), prompts=st.integers(1, 7), epochs=st.integers(1, 2), seed=st.none() | st.integers(0, 9))
+@given(
+    batch=batches(),
+    prompts=st.integers(1, 7),
+    epochs=st.integers(1, 2),
+    seed=st.none() | st.integers(0, 9),
+)
 def test_optimizer_steps_hold_every_row_once_an_epoch_and_weigh_one(batch, prompts, epochs, seed):
-    steps = list(mini_batches(batch, prompts=prompts, epochs=epochs, scale_factor=12.0, shuffle_seed=seed))
+    steps = list(
+        mini_batches(batch, prompts=prompts, epochs=epochs, scale_factor=12.0, shuffle_seed=seed)
+    )
     assert sum(len(step) for step in steps) == epochs * len(batch)
     for step in steps:
         assert len(step.group.unique()) <= prompts
@@ -161,15 +185,29 @@ def test_optimizer_steps_hold_every_row_once_an_epoch_and_weigh_one(batch, promp
 
 
 def test_shuffled_optimizer_steps_are_the_same_under_any_numpy():
-    """Fixed values: a resumed run trains in the order of the run that it goes on from, whatever is installed."""
-    prompts = [scored([1], [trajectory([1], [2])], [Score(float(ordinal))], ordinal) for ordinal in range(6)]
+    """Fixed values: a resumed run trains in the order of the run that it goes on from, whatever is
+    installed."""
+    prompts = [
+        scored([1], [trajectory([1], [2])], [Score(float(ordinal))], ordinal)
+        for ordinal in range(6)
+    ]
     options = dict(prompts=2, epochs=2, scale_factor=1.0)
     steps = list(mini_batches(make_batch(prompts, PAD), shuffle_seed=42, **options))
-    assert [sorted(step.reward.tolist()) for step in steps] == [[1, 4], [2, 5], [0, 3], [1, 5], [0, 2], [3, 4]]
+    assert [sorted(step.reward.tolist()) for step in steps] == [
+        [1, 4],
+        [2, 5],
+        [0, 3],
+        [1, 5],
+        [0, 2],
+        [3, 4],
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=batches(), size=st.tuples(st.none(), st.integers(18, 80)) | st.tuples(st.integers(1, 5), st.none()))
+@given(
+    batch=batches(),
+    size=st.tuples(st.none(), st.integers(18, 80)) | st.tuples(st.integers(1, 5), st.none()),
+)
 def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, size):
     seen, (rows, tokens) = [], size
     for index, micro in micro_batches(batch, max_sequences=rows, max_tokens=tokens):
@@ -177,7 +215,9 @@ def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, size):
         assert torch.equal(micro.lengths, batch.lengths[index])
         seen += index.tolist()
     assert sorted(seen) == list(range(len(batch)))
-    with pytest.raises(ValueError, match="longer than the token budget of 1: raise ppo_max_token_len"):
+    with pytest.raises(
+        ValueError, match="longer than the token budget of 1: raise ppo_max_token_len"
+    ):
         list(micro_batches(batch, max_tokens=1))
 
 

@@ -1,4 +1,5 @@
-"""The learner against the plain computation: alignment, gradients whatever memory is allowed, skipped steps."""
+"""The learner against the plain computation: alignment, gradients whatever memory is allowed,
+skipped steps."""
 
 from types import SimpleNamespace
 
@@ -42,7 +43,8 @@ def actor_config(**overrides):
 
 
 def random_batch(seed=0, groups=4, n=3):
-    """Prompts and responses of mixed lengths, tool gaps, one masked row, every later field filled with noise."""
+    """Prompts and responses of mixed lengths, tool gaps, one masked row, every later field filled
+    with noise."""
     rng = np.random.default_rng(seed)
     made = []
     for ordinal in range(groups):
@@ -53,17 +55,22 @@ def random_batch(seed=0, groups=4, n=3):
             mask = rng.random(length) < 0.8
             mask[0] = True
             ids = rng.integers(4, VOCAB_SIZE, length)
-            trajectories.append(Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0))
+            trajectories.append(
+                Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0)
+            )
             scores.append(Score(float(rng.normal()), masked=ordinal == 1 and i == 2))
         question = Prompt(ordinal, str(ordinal), tuple(prompt), (), "x", "test")
         made.append(ScoredGroup(question, tuple(trajectories), tuple(scores)))
     batch = make_batch(made, PAD)
     generator = torch.Generator().manual_seed(seed)
     noise = {
-        name: torch.randn(batch.tokens, generator=generator, dtype=torch.float64) * batch.response_mask
+        name: torch.randn(batch.tokens, generator=generator, dtype=torch.float64)
+        * batch.response_mask
         for name in ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     }
-    now, _ = Policy(policy_module(), temperature=0.7).log_probs(batch, MicroBatchSize(max_sequences=100))
+    now, _ = Policy(policy_module(), temperature=0.7).log_probs(
+        batch, MicroBatchSize(max_sequences=100)
+    )
     for name in ("old_log_probs", "ref_log_prob"):  # near the policy, as after a few updates
         noise[name] = 0.3 * noise[name] + now * batch.response_mask
     return batch.adding(**{name: value.float() for name, value in noise.items()})
@@ -87,7 +94,8 @@ def one_step(batch, mode="token-mean"):
 
 
 def policy_module():
-    return tiny_model(initializer_range=0.08)  # logits of a few units, as trained models have: fp32 then rounds at 1e-7
+    # Logits of a few units, as trained models have: fp32 then rounds at 1e-7
+    return tiny_model(initializer_range=0.08)
 
 
 def actor(dtype=torch.float64, **overrides):
@@ -100,7 +108,8 @@ def gradient(part):
 
 
 def test_log_probs_and_entropies_are_those_of_a_plain_forward_pass_of_each_row():
-    """Every row alone, unpadded, with full logits: this catches a shift by one and any leak from the padding."""
+    """Every row alone, unpadded, with full logits: this catches a shift by one and any leak from
+    the padding."""
     policy, batch = actor(torch.float32), random_batch()
     log_prob, entropy = policy.log_probs(batch, MicroBatchSize(max_tokens=60))
     for row in range(len(batch)):
@@ -110,18 +119,24 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward_pass_of_each_row()
         expected = torch.log_softmax(logits, -1).detach()
         for t in range(1, len(ids)):
             if batch.response_mask[span][t]:
-                assert float(log_prob[span][t]) == pytest.approx(float(expected[t - 1, ids[t]]), abs=2e-5)
+                assert float(log_prob[span][t]) == pytest.approx(
+                    float(expected[t - 1, ids[t]]), abs=2e-5
+                )
                 h = -(expected[t - 1].exp() * expected[t - 1]).sum()
                 assert float(entropy[span][t]) == pytest.approx(float(h), abs=2e-5)
     assert float(log_prob[~batch.response_mask].abs().sum()) == 0
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 @pytest.mark.parametrize("terms", [{}, {"use_kl_loss": True, "entropy_coeff": 0.03}])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-6)])
 def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     step = one_step(random_batch(), mode)
-    gradients, losses = zip(*(accumulated(actor(dtype, **knob, **terms), step) for knob in MEMORY), strict=True)
+    gradients, losses = zip(
+        *(accumulated(actor(dtype, **knob, **terms), step) for knob in MEMORY), strict=True
+    )
     scale = gradients[0].norm()
     assert scale > 0
     for other in gradients[1:]:
@@ -129,12 +144,19 @@ def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     assert list(losses) == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
-COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 2.0}
+COV = {
+    "clip_cov_ratio": 0.1,
+    "clip_cov_lb": 0.1,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 2.0,
+}
 
 
 @pytest.mark.parametrize(("mode", "number"), [("clip_cov", 0), ("clip_cov", 1), ("kl_cov", 1)])
 def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
-    """The tokens are chosen among the whole step; the gradient is the same to 1e-12, and is not that of no choice."""
+    """The tokens are chosen among the whole step; the gradient is the same to 1e-12, and is not
+    that of no choice."""
     loss = PolicyLossConfig(loss_mode=mode, **COV)
     batch, gradients = random_batch(), []
     idle = torch.arange(len(batch)) % 3 == 0  # advantages of 0: kl_cov trains these sequences too
@@ -143,7 +165,9 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
     for knob in MEMORY:
         part = actor(torch.float64, policy_loss=loss, **knob)
         part.stepper.number = number
-        config = SimpleNamespace(**vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None)
+        config = SimpleNamespace(
+            **vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None
+        )
         (step,) = mini_batching(config, 20, mode)(batch)
         chosen = step.selected > 0
         assert 0 < chosen.sum() < step.loss_mask.sum() and not (chosen & ~step.loss_mask).any()
@@ -156,11 +180,14 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
 
 
 def clip_cov_step(share, old="old_log_probs"):
-    """Return an actor, a step, and by verl's formula: how many to draw, of which, which are clipped.
+    """Return an actor, a step, and by verl's formula: how many to draw, of which, which are
+    clipped.
 
     A sequence has advantages of zero and is in the draw all the same.
     """
-    part = actor(policy_loss=PolicyLossConfig(loss_mode="clip_cov", **{**COV, "clip_cov_ratio": share}))
+    part = actor(
+        policy_loss=PolicyLossConfig(loss_mode="clip_cov", **{**COV, "clip_cov_ratio": share})
+    )
     batch = random_batch()
     zero = (torch.arange(len(batch)) == 4).repeat_interleave(batch.lengths)
     batch = batch.adding(advantages=batch.advantages.masked_fill(zero, 0))
@@ -182,10 +209,12 @@ def clip_cov_step(share, old="old_log_probs"):
 
 @pytest.mark.parametrize("old", ["old_log_probs", "rollout_log_probs"])
 def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
-    """As many are drawn as may be, in the order of the draw, or all that are left where those are fewer."""
+    """As many are drawn as may be, in the order of the draw, or all that are left where those are
+    fewer."""
     for share in (0.001, 0.1, 0.15, 1.0):
         part, step, count, inside, clipped = clip_cov_step(share, old)
-        part.stepper.number = 0 if part.bypass else 1  # the engine's policy is another from the start
+        # The engine's policy is another from the start
+        part.stepper.number = 0 if part.bypass else 1
         free = inside & ~clipped
         drawn = part.selected(step)
         assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
@@ -209,7 +238,8 @@ def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_
 
 
 def test_the_objective_is_the_formula_written_out():
-    """Token-mean of the clipped surrogate, minus entropy bonus, plus k3, by a loop over single tokens."""
+    """Token-mean of the clipped surrogate, minus entropy bonus, plus k3, by a loop over single
+    tokens."""
     batch = random_batch()
     part = actor(use_kl_loss=True, entropy_coeff=0.03)
     log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_sequences=100))
@@ -229,9 +259,12 @@ def test_the_objective_is_the_formula_written_out():
 
 def test_skipping_rows_without_advantage_changes_nothing():
     batch = random_batch()
-    flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0).repeat_interleave(batch.lengths))
+    flat = batch.adding(
+        advantages=batch.advantages * (batch.group % 2 == 0).repeat_interleave(batch.lengths)
+    )
     skipped, whole = (accumulated(actor(entropy_coeff=c), one_step(flat))[0] for c in (0.0, 1e-300))
-    torch.testing.assert_close(skipped, whole, rtol=1e-12, atol=1e-15)  # an entropy term keeps every row in
+    # An entropy term keeps every row in
+    torch.testing.assert_close(skipped, whole, rtol=1e-12, atol=1e-15)
 
 
 def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_saved():
@@ -239,16 +272,24 @@ def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_sa
     old, entropy = actor().log_probs(batch, MicroBatchSize(max_sequences=100))
     with_old, without = actor(), actor()
     metrics = with_old.update([one_step(batch.adding(old_log_probs=old))], 1.0)
-    flat = batch.adding(advantages=batch.advantages * (batch.group > 0).repeat_interleave(batch.lengths))
+    flat = batch.adding(
+        advantages=batch.advantages * (batch.group > 0).repeat_interleave(batch.lengths)
+    )
     short = without.update([one_step(batch.adding(old_log_probs=None))], 1.0)
     assert short["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-6)
     for a, b in zip(with_old.module.parameters(), without.module.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     # with idle rows the entropy and the engine's mismatch are still those of every row
     measured = actor().update([one_step(flat.adding(old_log_probs=None))], 1.0)
-    assert measured["actor/entropy"] == pytest.approx(float(entropy[batch.response_mask].mean()), rel=1e-5)
+    assert measured["actor/entropy"] == pytest.approx(
+        float(entropy[batch.response_mask].mean()), rel=1e-5
+    )
     gap = (old - batch.rollout_log_probs)[batch.response_mask]
-    expected = {"logp_diff_mean": gap.abs().mean(), "kl": -gap.mean(), "logp_diff_max": gap.abs().max()}
+    expected = {
+        "logp_diff_mean": gap.abs().mean(),
+        "kl": -gap.mean(),
+        "logp_diff_max": gap.abs().max(),
+    }
     for name, value in expected.items():
         assert measured[f"rollout_corr/{name}"] == pytest.approx(float(value), rel=1e-5)
 
@@ -265,12 +306,17 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     assert not torch.equal(before[0], next(part.module.parameters()))
 
 
-@pytest.mark.parametrize("keys", [{"entropy_coeff": 0.1}, {"use_kl_loss": True}], ids=["entropy", "kl"])
+@pytest.mark.parametrize(
+    "keys", [{"entropy_coeff": 0.1}, {"use_kl_loss": True}], ids=["entropy", "kl"]
+)
 def test_a_sequence_without_an_advantage_trains_where_another_term_does(keys):
     """Its gradient is that of the term alone, so that gradients of both terms add up."""
     batch = random_batch()
     advantages = batch.advantages.masked_fill(torch.arange(batch.tokens) > batch.tokens // 2, 0)
-    half, nothing = batch.adding(advantages=advantages), batch.adding(advantages=torch.zeros(batch.tokens))
+    half, nothing = (
+        batch.adding(advantages=advantages),
+        batch.adding(advantages=torch.zeros(batch.tokens)),
+    )
     both, _ = accumulated(actor(**keys), one_step(half))
     reward, _ = accumulated(actor(), one_step(half))
     term, _ = accumulated(actor(**keys), one_step(nothing))
@@ -280,11 +326,14 @@ def test_a_sequence_without_an_advantage_trains_where_another_term_does(keys):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(masked):
-    """As in verl, where the zeros of a loss of 0 are gradients: AdamW written out, with the second gradient zero."""
+    """As in verl, where the zeros of a loss of 0 are gradients: AdamW written out, with the second
+    gradient zero."""
     part, batch = actor(), random_batch()
     before = [p.detach().clone() for p in part.module.parameters()]
     grads, step = [], part.stepper.step
-    part.stepper.step = lambda rate: grads.extend(p.grad.clone() for p in part.module.parameters()) or step(rate)
+    part.stepper.step = lambda rate: (
+        grads.extend(p.grad.clone() for p in part.module.parameters()) or step(rate)
+    )
     part.update([one_step(batch)], 1.0)
     part.stepper.step = step
     nothing = torch.zeros(batch.tokens)
@@ -293,7 +342,10 @@ def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(maske
     assert metrics["actor/grad_norm"] == 0 and metrics["actor/skipped_updates"] == 0
     norm = torch.cat([g.flatten() for g in grads]).norm()
     for weight, start, grad in zip(part.module.parameters(), before, grads, strict=True):
-        m, v = 0.1 * grad * min(1.0, 1.0 / (norm + 1e-6)), 0.001 * (grad * min(1.0, 1.0 / (norm + 1e-6))).square()
+        m, v = (
+            0.1 * grad * min(1.0, 1.0 / (norm + 1e-6)),
+            0.001 * (grad * min(1.0, 1.0 / (norm + 1e-6))).square(),
+        )
         for count in (1, 2):
             start = start * (1 - 1e-2 * 0.01)
             start = start - 1e-2 * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + 1e-8)
@@ -303,8 +355,11 @@ def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(maske
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_the_first_step_moves_weights_by_the_scheduled_rate(share):
-    """Adam's first step is of the rate, whatever the gradient: that the optimizer had, and the metric reports."""
-    part = actor(torch.float64, optim=SimpleNamespace(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0))
+    """Adam's first step is of the rate, whatever the gradient: that the optimizer had, and the
+    metric reports."""
+    part = actor(
+        torch.float64, optim=SimpleNamespace(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
+    )
     before = [p.detach().clone() for p in part.module.parameters()]
     metrics = part.update([one_step(random_batch())], share)
     moved = [(p.detach() - b).abs() for p, b in zip(part.module.parameters(), before, strict=True)]
@@ -312,13 +367,16 @@ def test_the_first_step_moves_weights_by_the_scheduled_rate(share):
     assert float(moved.median()) == pytest.approx(1e-4 * share, rel=1e-2)
     assert metrics["actor/lr"] == pytest.approx(1e-4 * share)
     first = float(next(part.module.parameters()).detach().sum())
-    part.update([one_step(random_batch())] * 2, 0.0)  # every optimizer step of an update has its rate
+    # Every optimizer step of an update has its rate
+    part.update([one_step(random_batch())] * 2, 0.0)
     assert float(next(part.module.parameters()).detach().sum()) == first
 
 
 def test_the_norm_is_clipped_and_reported_unclipped():
     big, small = actor(grad_clip=1e9), actor(grad_clip=1e-3)
-    norms = [part.update([one_step(random_batch())], 0.0)["actor/grad_norm"] for part in (big, small)]
+    norms = [
+        part.update([one_step(random_batch())], 0.0)["actor/grad_norm"] for part in (big, small)
+    ]
     assert norms[0] == pytest.approx(norms[1]) and norms[0] > 1e-3
 
 
@@ -337,11 +395,14 @@ def test_a_value_is_that_of_the_state_before_its_token():
         (span,) = batch.spans(torch.tensor([row]))
         expected = part.module(input_ids=batch.input_ids[span].long()[None]).logits[0, :, 0]
         for t in batch.response_mask[span].nonzero()[:, 0].tolist():
-            assert float(values[span][t]) == pytest.approx(float(expected[t - 1].detach()), abs=2e-5)
+            assert float(values[span][t]) == pytest.approx(
+                float(expected[t - 1].detach()), abs=2e-5
+            )
 
 
 def test_the_critics_objective_clips_around_the_old_values():
-    """Half the larger of two squares, that of the value within ``cliprange_value`` of the old one, token by token."""
+    """Half the larger of two squares, that of the value within ``cliprange_value`` of the old one,
+    token by token."""
     batch, part = random_batch(), critic()
     values, total, clipped = part.values(batch), 0.0, 0
     places = batch.loss_mask.nonzero()[:, 0].tolist()
@@ -355,7 +416,10 @@ def test_the_critics_objective_clips_around_the_old_values():
 
 
 def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_still_train_it():
-    step, gradients = one_step(random_batch().adding(advantages=torch.zeros(random_batch().tokens))), []
+    step, gradients = (
+        one_step(random_batch().adding(advantages=torch.zeros(random_batch().tokens))),
+        [],
+    )
     for rows in (1, 5, 100):
         part = critic(ppo_micro_batch_size_per_gpu=rows)
         part.stepper.step = lambda rate, part=part: (gradients.append(gradient(part)) or 1.0, True)

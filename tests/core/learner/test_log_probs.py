@@ -1,4 +1,5 @@
-"""The chunked head: the numbers of an explicit softmax, its gradients, and what it must not materialise."""
+"""The chunked head: the numbers of an explicit softmax, its gradients, and what it must not
+materialise."""
 
 import numpy as np
 import pytest
@@ -13,13 +14,17 @@ from tests import reference
 
 def make(n=7, v=11, h=5, dtype=torch.float64, seed=0, grad=True):
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, h), (v, h), (v,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, h), (v, h), (v,))
+    )
     labels = torch.randint(0, v, (n,), generator=generator)
     return *(x.requires_grad_(grad) for x in (hidden, weight, bias)), labels
 
 
 def naive(hidden, weight, labels, temperature=1.0, bias=None):
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(
+        torch.promote_types(hidden.dtype, torch.float32)
+    )
     log_probs = torch.log_softmax(logits / temperature, -1)
     return log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
@@ -27,12 +32,18 @@ def naive(hidden, weight, labels, temperature=1.0, bias=None):
 CHUNKS = [1, 25, 22, 10**6]  # one token at a time; two, with a rest; exactly two; all at once
 
 
-@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0.6, 1.0, 1.7]), chunk=st.sampled_from(CHUNKS))
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.6, 1.0, 1.7]),
+    chunk=st.sampled_from(CHUNKS),
+)
 @settings(max_examples=30, deadline=None)
 def test_it_is_the_softmax(seed, temperature, chunk):
     hidden, weight, bias, labels = make(seed=seed, grad=False)
     for b in (None, bias):
-        got = token_log_probs_and_entropy(hidden, weight, labels, temperature=temperature, bias=b, chunk_elements=chunk)
+        got = token_log_probs_and_entropy(
+            hidden, weight, labels, temperature=temperature, bias=b, chunk_elements=chunk
+        )
         arrays = [x.numpy() for x in (hidden, weight, labels)]
         want = reference.head(*arrays, temperature, None if b is None else b.numpy())
         for one, other in zip(got, want, strict=True):
@@ -46,7 +57,13 @@ def test_gradients_by_finite_differences(chunk, entropy_grad):
 
     def outputs(hidden, weight, bias):
         log_prob, entropy = token_log_probs_and_entropy(
-            hidden, weight, labels, temperature=0.7, bias=bias, entropy_grad=entropy_grad, chunk_elements=chunk
+            hidden,
+            weight,
+            labels,
+            temperature=0.7,
+            bias=bias,
+            entropy_grad=entropy_grad,
+            chunk_elements=chunk,
         )
         assert entropy.requires_grad == entropy_grad
         return (log_prob, entropy) if entropy_grad else log_prob
@@ -56,7 +73,11 @@ def test_gradients_by_finite_differences(chunk, entropy_grad):
 
 def test_low_precision_weights_get_sums_of_full_precision():
     """2,000 tokens in chunks of one: bfloat16 sums would stop growing at a few hundred."""
-    hidden, weight, labels = torch.ones(2000, 4), torch.zeros(8, 4), torch.zeros(2000, dtype=torch.int64)
+    hidden, weight, labels = (
+        torch.ones(2000, 4),
+        torch.zeros(8, 4),
+        torch.zeros(2000, dtype=torch.int64),
+    )
     hidden, weight = hidden.bfloat16(), weight.bfloat16().requires_grad_()
     log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=8)
     log_prob.sum().backward()
@@ -73,12 +94,21 @@ def test_autocast_does_not_touch_the_reductions():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = token_log_probs_and_entropy(hidden, weight, labels)
         again[0].sum().backward()
-    assert torch.equal(again[0], log_prob) and torch.equal(again[1], entropy) and torch.equal(hidden.grad, plain)
+    assert (
+        torch.equal(again[0], log_prob)
+        and torch.equal(again[1], entropy)
+        and torch.equal(hidden.grad, plain)
+    )
 
 
 def test_extreme_logits_stay_finite():
-    hidden, weight = torch.tensor([[100.0], [-100.0]], requires_grad=True), torch.tensor([[10.0], [0.0], [-10.0]])
-    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, torch.tensor([0, 0]), entropy_grad=True)
+    hidden, weight = (
+        torch.tensor([[100.0], [-100.0]], requires_grad=True),
+        torch.tensor([[10.0], [0.0], [-10.0]]),
+    )
+    log_prob, entropy = token_log_probs_and_entropy(
+        hidden, weight, torch.tensor([0, 0]), entropy_grad=True
+    )
     assert log_prob.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
     (log_prob + entropy).sum().backward()
     assert torch.isfinite(hidden.grad).all()
@@ -93,7 +123,9 @@ def test_gradients_are_computed_where_they_are_wanted(wanted):
     inputs[wanted].requires_grad_()
     found = token_log_probs_and_entropy(*inputs, labels, chunk_elements=25)[0].sum()
     expected = naive(*inputs, labels)[0].sum()
-    torch.testing.assert_close(*(torch.autograd.grad(one, inputs[wanted])[0] for one in (found, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(one, inputs[wanted])[0] for one in (found, expected))
+    )
     nothing, entropy = token_log_probs_and_entropy(inputs[0][:0], inputs[1], labels[:0])
     assert nothing.shape == entropy.shape == (0,)
     assert not torch.autograd.grad(nothing.sum(), inputs[wanted])[0].any()
@@ -117,6 +149,8 @@ def test_nothing_larger_than_a_chunk_is_ever_made(dtype):
     """40 tokens of 1,000 words in chunks of 4,000: neither pass makes the 40,000 logits."""
     hidden, weight, _, labels = make(n=40, v=1000, h=3, dtype=dtype)
     with Largest() as largest:
-        log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=4000, entropy_grad=True)
+        log_prob, entropy = token_log_probs_and_entropy(
+            hidden, weight, labels, chunk_elements=4000, entropy_grad=True
+        )
         (log_prob + entropy).sum().backward()
     assert largest.elements == 4000

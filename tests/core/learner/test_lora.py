@@ -1,4 +1,5 @@
-"""Adapters: only they train, engines and exports get the whole model, and the base is the reference."""
+"""Adapters: only they train, engines and exports get the whole model, and the base is the
+reference."""
 
 import json
 
@@ -25,12 +26,18 @@ from tests.tiny import tiny_tokenizer
 CPU = torch.device("cpu")
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
 IDS = torch.arange(4, 24)[None]
-MODELS = {"qwen2": {}, "tied": {"arch": "llama", "tie_word_embeddings": True}, "gpt2": {"arch": "gpt2"}}
+MODELS = {
+    "qwen2": {},
+    "tied": {"arch": "llama", "tie_word_embeddings": True},
+    "gpt2": {"arch": "gpt2"},
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: write_model(tmp_path_factory.mktemp(name), **shape) for name, shape in MODELS.items()}
+    return {
+        name: write_model(tmp_path_factory.mktemp(name), **shape) for name, shape in MODELS.items()
+    }
 
 
 def config(folder, *overrides):
@@ -38,7 +45,9 @@ def config(folder, *overrides):
 
 
 def workers(folder, *overrides, critic=False):
-    return LocalWorkers(config(folder, *overrides), tiny_tokenizer(), CPU, needs_ref=True, needs_critic=critic)
+    return LocalWorkers(
+        config(folder, *overrides), tiny_tokenizer(), CPU, needs_ref=True, needs_critic=critic
+    )
 
 
 def logits(model):
@@ -54,14 +63,21 @@ def adapted(folder, *overrides, seed=1):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fresh_adapters_change_nothing_and_merged_ones_are_a_model_of_the_base(folders, name):
-    plain, module = load_policy(config(folders[name]).actor_rollout_ref.model), adapted(folders[name])
+    plain, module = (
+        load_policy(config(folders[name]).actor_rollout_ref.model),
+        adapted(folders[name]),
+    )
     before, trained = logits(plain), trained_weights(module)
-    assert torch.equal(logits(module), before) and trained and all(".lora_" in key for key in trained)
+    assert (
+        torch.equal(logits(module), before) and trained and all(".lora_" in key for key in trained)
+    )
     count = sum(value.numel() for value in trained.values())
     assert count == sum(4 * (one.in_features + one.out_features) for one in layers(module).values())
     again, other = (trained_weights(adapted(folders[name], seed=seed)) for seed in (1, 2))
     for key, value in trained.items():
-        assert torch.equal(value, again[key]) and ("lora_B" in key) == torch.equal(value, other[key])
+        assert torch.equal(value, again[key]) and ("lora_B" in key) == torch.equal(
+            value, other[key]
+        )
     with torch.no_grad():
         for value in trained.values():
             value.normal_(std=0.1, generator=torch.Generator().manual_seed(value.numel()))
@@ -77,9 +93,13 @@ def test_fresh_adapters_change_nothing_and_merged_ones_are_a_model_of_the_base(f
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "all weights"])
 def test_an_update_moves_what_trains_alone_and_the_reference_stays(folders, adapters):
-    """The reference of adapters is the base itself; that of all weights is a copy, without which the KL stays 0."""
+    """The reference of adapters is the base itself; that of all weights is a copy, without which
+    the KL stays 0."""
     made = config(folders["qwen2"]) if adapters else cluster_config(folders["qwen2"])
-    one, batch = LocalWorkers(made, tiny_tokenizer(), CPU, needs_ref=True, needs_critic=False), mixed_batch()
+    one, batch = (
+        LocalWorkers(made, tiny_tokenizer(), CPU, needs_ref=True, needs_critic=False),
+        mixed_batch(),
+    )
     ref = one.models.frozen["ref"]
     assert isinstance(ref, BasePolicy) == adapters == (ref.module is one.models.actor.module)
     started = {key: value.clone() for key, value in one.models.actor.module.named_parameters()}
@@ -106,7 +126,10 @@ def test_the_engine_gets_the_merged_model(folders):
 
 
 def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, tmp_path):
-    batch, straight = mixed_batch(), workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
+    batch, straight = (
+        mixed_batch(),
+        workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True),
+    )
     for _ in range(2):
         (
             update_critic(straight, batch),
@@ -116,7 +139,9 @@ def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, 
     for part, base in (("actor", straight.models.actor), ("critic", straight.models.critic)):
         assert not (tmp_path / part / "model.safetensors").exists()
         stored = load_file(tmp_path / part / "adapter_model.safetensors")
-        assert sum(v.numel() for v in stored.values()) == sum(v.numel() for v in trained_weights(base.module).values())
+        assert sum(v.numel() for v in stored.values()) == sum(
+            v.numel() for v in trained_weights(base.module).values()
+        )
         assert json.loads((tmp_path / part / "adapter_config.json").read_text())["r"] in (4, 2)
     resumed = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
     resumed.load(tmp_path)
@@ -126,14 +151,20 @@ def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, 
             update_actor(one, batch),
         )
     assert straight.found == resumed.found
-    for one, other in ((straight.models.actor, resumed.models.actor), (straight.models.critic, resumed.models.critic)):
+    for one, other in (
+        (straight.models.actor, resumed.models.actor),
+        (straight.models.critic, resumed.models.critic),
+    ):
         weights = dict(other.module.named_parameters())
         assert all(torch.equal(value, weights[key]) for key, value in one.module.named_parameters())
 
 
 def test_a_critic_trains_its_adapters_and_its_new_head(folders):
     one, batch = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True), mixed_batch()
-    names = {key.split(".")[-3] if "lora" in key else key for key in trained_weights(one.models.critic.module)}
+    names = {
+        key.split(".")[-3] if "lora" in key else key
+        for key in trained_weights(one.models.critic.module)
+    }
     assert names == {"lora_A", "lora_B", "score.weight", "score.bias"}
     before = one.compute_values(batch)
     update_critic(one, batch)
@@ -141,23 +172,32 @@ def test_a_critic_trains_its_adapters_and_its_new_head(folders):
     merged = dict(merged_weights(one.models.critic.module))
     plain = load_critic(config(folders["qwen2"]).critic.model, seed=1)
     plain.load_state_dict(merged)
-    torch.testing.assert_close(logits(plain), logits(one.models.critic.module), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(plain), logits(one.models.critic.module), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders, tmp_path):
     for override, expected in (
         ("target_modules=[q_proj,v_proj]", {"q_proj", "v_proj"}),
         ("target_modules='.*layers.1.*(up|down)_proj'", {"up_proj", "down_proj"}),
-        ("exclude_modules=[down_proj,o_proj]", {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+        (
+            "exclude_modules=[down_proj,o_proj]",
+            {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+        ),
     ):
         module = adapted(folders["qwen2"], f"actor_rollout_ref.model.{override}")
         assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
     with pytest.raises(ValueError, match="the output head cannot have an adapter"):
         adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[lm_head]")
     for name, layer in (("tied", "embed_tokens"), ("gpt2", "wte")):
-        with pytest.raises(InputError, match="model.target_modules: the embeddings are the output head too"):
+        with pytest.raises(
+            InputError, match="model.target_modules: the embeddings are the output head too"
+        ):
             adapted(folders[name], f"actor_rollout_ref.model.target_modules=[{layer}]")
-    assert layers(adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[embed_tokens]"))
+    assert layers(
+        adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[embed_tokens]")
+    )
     workers(folders["qwen2"]).save(tmp_path)
     with pytest.raises(InputError, match=r"holds adapters, not a model; .* python -m core\.export"):
         adapted(tmp_path / "actor")
@@ -170,7 +210,11 @@ def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders
 
 def trainer(folder, *overrides):
     """A run of adapters in a folder, whose files are beside it."""
-    extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True", *overrides)
+    extra = (
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        *overrides,
+    )
     return RayPPOTrainer(compose("grpo", command(folder.parent, "grpo", 4, *extra)(folder)[3:]))
 
 
@@ -188,14 +232,21 @@ def test_a_run_goes_on_to_the_bit(runs):
     for name in ("adapter_model.safetensors", "optimizer/00001-of-00001.safetensors"):
         one, other = ((run / "global_step_4" / "actor" / name).read_bytes() for run in runs)
         assert one == other
-    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    last = [{k: v for k, v in line[-1].items() if not k.startswith(("timing", "perf"))} for line in lines]
+    lines = [
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in runs
+    ]
+    last = [
+        {k: v for k, v in line[-1].items() if not k.startswith(("timing", "perf"))}
+        for line in lines
+    ]
     assert last[0] == last[1] and last[0]["actor/kl_loss"] > 0
 
 
 @pytest.fixture
 def bases(runs, tmp_path):
-    """The base of the runs, one with a number changed, and the same weights cut into other files."""
+    """The base of the runs, one with a number changed, and the same weights cut into other
+    files."""
     model = runs[0].parent / "model"
     copy = AutoModelForCausalLM.from_pretrained(model)
     copy.save_pretrained(tmp_path / "moved", max_shard_size="20KB")
@@ -224,10 +275,16 @@ def test_an_export_is_the_merged_model_on_the_same_base_alone(runs, bases, tmp_p
     straight, (model, other, moved) = runs[0], bases
     assert export([str(straight), str(tmp_path / "bad"), "--base", str(other)]) == 2
     said = capsys.readouterr().err
-    assert f"--base={other} " in said and f"another base, {model} " in said and not (tmp_path / "bad").exists()
+    assert (
+        f"--base={other} " in said
+        and f"another base, {model} " in said
+        and not (tmp_path / "bad").exists()
+    )
     assert export([str(straight), str(tmp_path / "here")]) == 0
     assert export([str(straight), str(tmp_path / "there"), "--base", str(moved)]) == 0
-    one, same = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("here", "there"))
+    one, same = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("here", "there")
+    )
     assert torch.equal(logits(one), logits(same))
     base = AutoModelForCausalLM.from_pretrained(model)
     plain = logits(base)

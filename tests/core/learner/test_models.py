@@ -17,24 +17,44 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from core.config.schema import Config
 from core.config.training_keys import ModelConfig
 from core.errors import InputError
-from core.learner.models import config_changes, load_policy, load_tokenizer, positions, same_positions
+from core.learner.models import (
+    config_changes,
+    load_policy,
+    load_tokenizer,
+    positions,
+    same_positions,
+)
 from core.learner.passes import MicroBatchSize, Policy
 from core.learner.saving import export_hf
 from core.types import TrainBatch
 from tests.tiny import tiny_model, tiny_tokenizer
 
-TEXT = "Tom has 12 apples\nand buys 345 more.  Why?\n\nIt's DON'T\tcafé naïve 你好 Привет 🙂\n    x = 1\n"
-SETTINGS = {"eos_token": "<|end|>", "pad_token": "<|end|>", "chat_template": "{{ messages[0].content }}"}
+TEXT = (
+    "Tom has 12 apples\nand buys 345 more.  Why?\n\nIt's DON'T\tcafé naïve 你好 Привет 🙂\n    x "
+    "= 1\n"
+)
+SETTINGS = {
+    "eos_token": "<|end|>",
+    "pad_token": "<|end|>",
+    "chat_template": "{{ messages[0].content }}",
+}
 
 
 def byte_level() -> Tokenizer:
-    """A byte-level tokenizer that splits digits, as DeepSeek's do under the class of Llama's tokenizer."""
+    """A byte-level tokenizer that splits digits, as DeepSeek's do under the class of Llama's
+    tokenizer."""
     tokenizer = Tokenizer(BPE())
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_alone])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), bytes_alone]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": ["<|end|>", "<s>"], "initial_alphabet": alphabet, "show_progress": False}
+    options = {
+        "special_tokens": ["<|end|>", "<s>"],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     tokenizer.train_from_iterator([TEXT] * 4, trainers.BpeTrainer(vocab_size=400, **options))
     return tokenizer
 
@@ -49,10 +69,14 @@ def model_folder(folder: Path, arch: str, tokenizer_class: str | None) -> Path:
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize(
-    "name", ["LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None]
+    "name",
+    ["LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None],
 )
-def test_a_tokenizer_is_the_file_of_the_model_and_not_what_its_class_would_build(arch, name, tmp_path, caplog):
-    """Spaces and newlines were lost under Llama's class, digits were split otherwise under Qwen2's."""
+def test_a_tokenizer_is_the_file_of_the_model_and_not_what_its_class_would_build(
+    arch, name, tmp_path, caplog
+):
+    """Spaces and newlines were lost under Llama's class, digits were split otherwise under
+    Qwen2's."""
     tokenizer = load_tokenizer(ModelConfig(path=str(model_folder(tmp_path, arch, name))))
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert ids == byte_level().encode(TEXT, add_special_tokens=False).ids
@@ -68,7 +92,9 @@ def test_a_tokenizer_whose_class_cannot_be_built_of_its_vocabulary_is_read_from_
     tiny_model("llama").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"})
+    )
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
     assert tokenizer("a b\n1")["input_ids"] == tiny_tokenizer()("a b\n1")["input_ids"]
 
@@ -108,43 +134,67 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
             (),
             {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
         ),
-        ({"rope_scaling": {"type": "yarn", **YARN}}, (), {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}}),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN}},
+            (),
+            {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
+        ),
         (
             {"rope_parameters": {"rope_type": "yarn", **YARN}},
             (),
             {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
         ),
-        ({"rope_theta": 100.0}, (), {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        (
+            {"rope_theta": 100.0},
+            (),
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        ),
         ({"num_hidden_layers": 1}, ("layer_types",), {"num_hidden_layers": 1}),
     ],
 )
 def test_an_override_is_what_config_json_would_make_of_it_in_the_learner_and_for_vllm(
     base, tmp_path, override, dropped, written
 ):
-    """A window had no effect: the layers' types had been derived before. Mappings of YAML ended the run."""
+    """A window had no effect: the layers' types had been derived before. Mappings of YAML ended the
+    run."""
     ids = torch.arange(30)[None]
     model = loaded(base, **override)
     expected = loaded(with_config(base, tmp_path / "written", dropped, **written))
     assert torch.equal(model(ids).logits, expected(ids).logits)
     assert not torch.equal(model(ids).logits, loaded(base)(ids).logits)
     changes = config_changes(ModelConfig(path=str(base), override_config=override))
-    assert type(model.config).from_dict(loaded(base).config.to_dict() | changes).to_dict() == model.config.to_dict()
+    assert (
+        type(model.config).from_dict(loaded(base).config.to_dict() | changes).to_dict()
+        == model.config.to_dict()
+    )
 
 
 @pytest.mark.parametrize(
     "override",
-    [{"no_such": 1}, {"sliding_window": 4}, {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}],
+    [
+        {"no_such": 1},
+        {"sliding_window": 4},
+        {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2},
+    ],
 )
 def test_an_override_without_effect_is_refused(base, override):
-    with pytest.raises(InputError, match=r"^actor_rollout_ref\.model\.override_config\.(no_such|sliding_window)"):
+    with pytest.raises(
+        InputError, match=r"^actor_rollout_ref\.model\.override_config\.(no_such|sliding_window)"
+    ):
         loaded(base, **override)
 
 
 def dynamic_model(kind: str) -> Any:
     rope = {"rope_type": kind, "factor": 4.0, **THETA}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
-    return tiny_model("llama", max_position_embeddings=16 if kind == "dynamic" else 256, rope_parameters=rope)
+        rope |= {
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 16,
+        }
+    return tiny_model(
+        "llama", max_position_embeddings=16 if kind == "dynamic" else 256, rope_parameters=rope
+    )
 
 
 def sequences(*lengths: int) -> TrainBatch:
@@ -152,7 +202,9 @@ def sequences(*lengths: int) -> TrainBatch:
     mask = torch.cat([torch.arange(length) > 2 for length in lengths])
     batch = TrainBatch(torch.tensor(lengths))
     return batch.adding(
-        input_ids=torch.arange(total, dtype=torch.int32) % 90, response_mask=mask, group=torch.arange(len(lengths))
+        input_ids=torch.arange(total, dtype=torch.int32) % 90,
+        response_mask=mask,
+        group=torch.arange(len(lengths)),
     )
 
 
@@ -174,20 +226,34 @@ def test_positions_that_do_not_depend_on_length_have_no_such_bound():
     model = tiny_model("llama", rope_parameters=rope)
     assert same_positions(model.config) is None and positions(model.config) == 256
     short, both = (
-        Policy(model, temperature=1.0).log_probs(sequences(*lengths), MicroBatchSize(max_tokens=64))[0]
+        Policy(model, temperature=1.0).log_probs(
+            sequences(*lengths), MicroBatchSize(max_tokens=64)
+        )[0]
         for lengths in ((8,), (8, 30))
     )
     assert torch.allclose(short, both[:8], atol=1e-5)
 
 
-@pytest.mark.parametrize("override", [{"num_hidden_layers": "x"}, {"rope_scaling": {"rope_type": "yarn"}}])
+@pytest.mark.parametrize(
+    "override", [{"num_hidden_layers": "x"}, {"rope_scaling": {"rope_type": "yarn"}}]
+)
 def test_an_override_that_the_model_refuses_is_one_line(base, override):
-    with pytest.raises(InputError, match=r"^actor_rollout_ref\.model\.override_config=.* refuses it"):
+    with pytest.raises(
+        InputError,
+        match=r"^actor_rollout_ref\.model\.override_config=.* refuses "
+        r"it",
+    ):
         loaded(base, **override)
 
 
 NOISY = {
-    "opt": {"dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "opt": {
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "layerdrop": 0.5,
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 32,
+    },
     "biogpt": {
         "hidden_dropout_prob": 0.2,
         "attention_probs_dropout_prob": 0.2,
@@ -208,11 +274,15 @@ def test_nothing_random_is_left_in_training_and_an_export_has_the_base_s_setting
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    config = CONFIG_MAPPING[kind](**shape, max_position_embeddings=64, pad_token_id=0, **NOISY[kind])
+    config = CONFIG_MAPPING[kind](
+        **shape, max_position_embeddings=64, pad_token_id=0, **NOISY[kind]
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     model = loaded(tmp_path / "base")
     ids = torch.arange(4, 24)[None]
-    assert model.training and torch.equal(model(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert model.training and torch.equal(
+        model(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+    )
     export_hf(model, None, tmp_path / "out")
     kept = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: kept[name] for name in NOISY[kind]} == NOISY[kind]
@@ -230,7 +300,11 @@ def test_a_soft_cap_is_refused_while_logits_are_still_small(cap):
         "num_attention_heads": 4,
     }
     config = CONFIG_MAPPING["gemma2"](
-        **shape, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=cap
+        **shape,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=cap,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if cap is None:

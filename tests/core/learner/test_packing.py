@@ -1,4 +1,5 @@
-"""Passes over packed sequences give what a plain pass over each sequence gives, prompts shared or not."""
+"""Passes over packed sequences give what a plain pass over each sequence gives, prompts shared or
+not."""
 
 import numpy as np
 import pytest
@@ -32,7 +33,11 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 def in_own_precision(norm, hidden):
     """The root mean square in the precision of what comes in, where transformers takes float32."""
-    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (
+        norm.weight
+        * hidden
+        * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    )
 
 
 @pytest.fixture
@@ -49,7 +54,8 @@ def model(arch="qwen2", dtype=torch.float64, **overrides):
 
 
 def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=True, seed=0):
-    """Prompts of several lengths, each with answers of several lengths, with gaps that the policy did not write."""
+    """Prompts of several lengths, each with answers of several lengths, with gaps that the policy
+    did not write."""
     rng = np.random.default_rng(seed)
     groups = []
     for ordinal, size in enumerate(prompt_lengths):
@@ -60,9 +66,13 @@ def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=Tru
             mask = rng.random(length) < 0.7
             mask[:2], mask[2] = first_is_ours, True
             ids = rng.integers(4, VOCAB_SIZE, length)
-            trajectories.append(Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0))
+            trajectories.append(
+                Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0)
+            )
         question = Prompt(ordinal, str(ordinal), tuple(prompt), (), "x", "test")
-        groups.append(ScoredGroup(question, tuple(trajectories), tuple(Score(0.5) for _ in trajectories)))
+        groups.append(
+            ScoredGroup(question, tuple(trajectories), tuple(Score(0.5) for _ in trajectories))
+        )
     return make_batch(groups, PAD)
 
 
@@ -73,7 +83,9 @@ def shared_of(batch):
 def plain(batch):
     """The inputs of a pass over padded sequences, in transformers' own attention."""
     ids, mask, lengths = batch.input_ids.long(), batch.response_mask, batch.lengths
-    return ForwardInputs(pad(ids, lengths), pad(predicting_tokens(mask, lengths), lengths), ids[mask], mask)
+    return ForwardInputs(
+        pad(ids, lengths), pad(predicting_tokens(mask, lengths), lengths), ids[mask], mask
+    )
 
 
 def packed(batch, sharing=False):
@@ -87,14 +99,19 @@ def outcome(module, inputs):
     log_prob, entropy = token_log_probs(module, inputs, temperature=0.7, entropy_grad=True)
     weights = torch.linspace(-1, 2, len(log_prob), dtype=log_prob.dtype)
     (weights @ log_prob + weights.flip(0) @ entropy).backward()
-    return log_prob.detach(), entropy.detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
+    return (
+        log_prob.detach(),
+        entropy.detach(),
+        {n: p.grad.clone() for n, p in module.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("sharing", [False, True], ids=["whole", "shared"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
 def test_a_packed_pass_is_the_plain_pass(float64, arch, sharing, checkpointing):
-    """Sequences in any order, with tokens inside that the policy did not write, values and gradients."""
+    """Sequences in any order, with tokens inside that the policy did not write, values and
+    gradients."""
     module, batch = model(arch), batch_of(longest=9)
     batch = batch.rows(torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)))
     assert shared_of(batch) is not None
@@ -117,11 +134,14 @@ def test_a_row_does_not_see_its_neighbours():
     whole = reader.log_probs(batch, MicroBatchSize(max_tokens=10_000))[0]
     for row in range(len(batch)):
         alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_sequences=1))[0]
-        torch.testing.assert_close(alone, whole[batch.spans(torch.tensor([row]))[0]], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            alone, whole[batch.spans(torch.tensor([row]))[0]], rtol=1e-9, atol=1e-9
+        )
 
 
 def test_a_pass_has_each_prompt_once_and_no_padding():
-    """A prompt but its last token, once, and from there each answer to the token before its last one."""
+    """A prompt but its last token, once, and from there each answer to the token before its last
+    one."""
     batch, seen = batch_of(), []
     reader = Policy(tiny_model(), temperature=1.0)
     assert reader.shares
@@ -147,7 +167,9 @@ def test_what_cannot_be_shared_is_read_whole():
     other_begin = batch_of(first_is_ours=False)  # what follows the prompt is a tool's, and differs
     for batch in (batch_of(answers=1), batch_of(prompt_lengths=(1, 1)), other_begin):
         assert shared_of(batch) is None
-    assert shared_of(no_answer) is not None and shared_of(no_answer.adding(response_mask=mask)) is None
+    assert (
+        shared_of(no_answer) is not None and shared_of(no_answer.adding(response_mask=mask)) is None
+    )
 
 
 def checkpointed(module):
@@ -158,7 +180,9 @@ def learner_of(part, shares, checkpointing=False, **knobs):
     """A policy or critic that reads a shared prompt once, or repeats prompts."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = AutoModelForTokenClassification.from_config(tiny_config(num_labels=1, classifier_dropout=0.0))
+        module = AutoModelForTokenClassification.from_config(
+            tiny_config(num_labels=1, classifier_dropout=0.0)
+        )
     module = (tiny_model() if part is Actor else module).double().train()
     if checkpointing:
         checkpointed(module)
@@ -168,7 +192,11 @@ def learner_of(part, shares, checkpointing=False, **knobs):
     return one
 
 
-KNOBS = [{}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 130}, {"ppo_micro_batch_size_per_gpu": 7}]
+KNOBS = [
+    {},
+    {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 130},
+    {"ppo_micro_batch_size_per_gpu": 7},
+]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
@@ -177,23 +205,45 @@ def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, kn
     """With KL loss and entropy bonus; micro-batches cut groups."""
     batch, found, reads = batch_of(answers=6, seed=2), [], []
     generator, mask = torch.Generator().manual_seed(0), batch.response_mask
-    noise = {name: torch.randn(len(mask), generator=generator, dtype=torch.float64) * mask for name in "abc"}
+    noise = {
+        name: torch.randn(len(mask), generator=generator, dtype=torch.float64) * mask
+        for name in "abc"
+    }
     step = batch.adding(
-        advantages=noise["a"], old_log_probs=noise["b"] - 4, ref_log_prob=noise["c"] - 4, loss_weight=mask / mask.sum()
+        advantages=noise["a"],
+        old_log_probs=noise["b"] - 4,
+        ref_log_prob=noise["c"] - 4,
+        loss_weight=mask / mask.sum(),
     )
     lay_out = packing.shared_prompts
-    monkeypatch.setattr(packing, "shared_prompts", lambda *given: (reads.append(1), lay_out(*given))[1])
+    monkeypatch.setattr(
+        packing, "shared_prompts", lambda *given: (reads.append(1), lay_out(*given))[1]
+    )
     for shares in (False, True):
-        more = {"use_kl_loss": True, "entropy_coeff": 0.03, "ppo_micro_batch_size_per_gpu": 100, **knobs}
+        more = {
+            "use_kl_loss": True,
+            "entropy_coeff": 0.03,
+            "ppo_micro_batch_size_per_gpu": 100,
+            **knobs,
+        }
         one, means = learner_of(Actor, shares, checkpointing, **more), MetricSums()
         one.mismatch = MetricSums()
         one.module.zero_grad()
         reads.clear()
         one.accumulate(step, means)
-        found.append((gradient(one), means.sums["pg_loss"], means.sums["kl_loss"], *one.log_probs(batch, one.size)))
+        found.append(
+            (
+                gradient(one),
+                means.sums["pg_loss"],
+                means.sums["kl_loss"],
+                *one.log_probs(batch, one.size),
+            )
+        )
         assert bool(reads) == shares
     for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-12
+        )
     assert found[0][0].norm() > 0
 
 
@@ -213,11 +263,21 @@ def test_values_and_the_critics_gradient_are_those_without_sharing(float64):
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["whole", "shared"])
 def test_a_sliding_window_ends_where_it_should(sharing):
-    shape = {name: getattr(tiny_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    shape = {
+        name: getattr(tiny_config(), name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    heads = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 5,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = MistralForCausalLM(MistralConfig(**shape, **heads, initializer_range=0.08)).to(torch.float64)
+        module = MistralForCausalLM(MistralConfig(**shape, **heads, initializer_range=0.08)).to(
+            torch.float64
+        )
     batch, reader = batch_of(), Policy(module, temperature=1.0)
     reader.shares = sharing
     found = reader.log_probs(batch, MicroBatchSize(max_tokens=1000))[0]

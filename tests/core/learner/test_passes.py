@@ -19,14 +19,23 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 
 @pytest.fixture(scope="module")
 def real_width():
-    """The width and depth of a small published model, whose bf16 passes differ by more than float32's bound."""
-    shape = {"hidden_size": 576, "intermediate_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+    """The width and depth of a small published model, whose bf16 passes differ by more than
+    float32's bound."""
+    shape = {
+        "hidden_size": 576,
+        "intermediate_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
     return tiny_model("llama", **shape, num_key_value_heads=3, initializer_range=0.04)
 
 
 @pytest.mark.parametrize("bf16_weights", [False, True], ids=["autocast", "weights"])
-def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(real_width, monkeypatch, bf16_weights):
-    """The bound is the precision's that computes, which under autocast is not that of the hidden states."""
+def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(
+    real_width, monkeypatch, bf16_weights
+):
+    """The bound is the precision's that computes, which under autocast is not that of the hidden
+    states."""
     model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
     precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
     attend = packing.attend
@@ -41,7 +50,8 @@ def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(real_wi
 
         return kernel
 
-    for by, fails in ((2**-9, False), (0.5, True)):  # another kernel's rounding, and one that computes other numbers
+    # Another kernel's rounding, and one that computes other numbers
+    for by, fails in ((2**-9, False), (0.5, True)):
         monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
         refused = pytest.raises(InputError, match="reads answers behind a shared prompt otherwise")
         with refused if fails else nullcontext():
@@ -64,7 +74,8 @@ def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
     for dtype, compute in ((torch.float64, None), (torch.float32, torch.bfloat16)):
         module = tiny_model(initializer_range=0.08).to(dtype)
         with pytest.raises(InputError, match="reads packed sequences otherwise"):
-            Policy(module, temperature=0.7, compute_dtype=compute)  # attention over all sequences at once
+            # Attention over all sequences at once
+            Policy(module, temperature=0.7, compute_dtype=compute)
 
 
 def test_a_probe_in_bf16_passes_what_rounding_moves_and_stops_at_most_tokens():

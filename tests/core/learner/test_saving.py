@@ -17,12 +17,23 @@ from core.export import export, find_checkpoint, main
 from core.learner import saving
 from core.learner.learner import Actor
 from core.learner.models import load_policy, load_tokenizer
-from core.learner.saving import OPTIMIZER, export_hf, load_optimizer, load_weights, optimizer_tensors, save_files
+from core.learner.saving import (
+    OPTIMIZER,
+    export_hf,
+    load_optimizer,
+    load_weights,
+    optimizer_tensors,
+    save_files,
+)
 from tests.checkpoints import flip_bit
 from tests.core.learner.test_learner import actor_config, one_step, random_batch
 from tests.tiny import tiny_model, tiny_tokenizer
 
-MODELS = {"qwen2": ("qwen2", {}), "tied": ("llama", {"tie_word_embeddings": True}), "gpt2": ("gpt2", {})}
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+}
 IDS = torch.arange(4, 24)[None]
 
 
@@ -40,13 +51,19 @@ def save(root, model, step: int = 3) -> CheckpointStore:
     return store
 
 
-def test_two_matrices_that_the_configuration_ties_are_one_in_training_and_in_what_is_saved(tmp_path, caplog):
+def test_two_matrices_that_the_configuration_ties_are_one_in_training_and_in_what_is_saved(
+    tmp_path, caplog
+):
     """transformers would train and save both, and an engine would compute with one."""
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "two")
-    config = json.loads((tmp_path / "two" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    config = json.loads((tmp_path / "two" / "config.json").read_text()) | {
+        "tie_word_embeddings": True
+    }
     (tmp_path / "two" / "config.json").write_text(json.dumps(config))
-    trained = load_policy(compose("ppo", [f"actor_rollout_ref.model.path={tmp_path / 'two'}"]).actor_rollout_ref.model)
+    trained = load_policy(
+        compose("ppo", [f"actor_rollout_ref.model.path={tmp_path / 'two'}"]).actor_rollout_ref.model
+    )
     assert trained.lm_head.weight is trained.model.embed_tokens.weight
     assert torch.equal(trained.lm_head.weight, model.model.embed_tokens.weight)
     assert "tie_word_embeddings" in caplog.text
@@ -66,13 +83,18 @@ def test_an_export_computes_the_same(name, tmp_path):
     assert type(loaded) is type(model)
     assert torch.equal(logits(loaded), logits(model))
     assert loaded.generation_config.max_new_tokens == 77
-    tied = loaded.get_input_embeddings().weight.data_ptr() == loaded.get_output_embeddings().weight.data_ptr()
+    tied = (
+        loaded.get_input_embeddings().weight.data_ptr()
+        == loaded.get_output_embeddings().weight.data_ptr()
+    )
     assert tied == model.config.tie_word_embeddings
     tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), tiny_tokenizer()
     if arch != "qwen2":
         messages = [{"role": "user", "content": "2 + 2 = ?"}]
         texts = [one.apply_chat_template(messages, tokenize=False) for one in (tokenizer, ours)]
-        assert texts[0] == texts[1] and tokenizer("a b\nc")["input_ids"] == ours("a b\nc")["input_ids"]
+        assert (
+            texts[0] == texts[1] and tokenizer("a b\nc")["input_ids"] == ours("a b\nc")["input_ids"]
+        )
         assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert not (tmp_path / "out" / OPTIMIZER).exists()
 
@@ -85,16 +107,26 @@ def test_weights_come_back_to_the_bit(name, tmp_path):
     assert not torch.equal(logits(other), logits(model))
     parameters = list(other.parameters())
     load_weights(other, tmp_path)
-    for (key, value), (_, loaded) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+    for (key, value), (_, loaded) in zip(
+        model.state_dict().items(), other.state_dict().items(), strict=True
+    ):
         assert torch.equal(value, loaded), key
-    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True)), "the optimizer holds these"
-    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")  # of several files, and another model's refused
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True)), (
+        "the optimizer holds these"
+    )
+    # Of several files, and another model's refused
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     third = tiny_model(arch, seed=3, **overrides)
     load_weights(third, tmp_path / "many")
-    assert torch.equal(logits(third), logits(model)) and len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    assert (
+        torch.equal(logits(third), logits(model))
+        and len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    )
 
 
-@pytest.mark.parametrize("other", [("qwen2", {"vocab_size": 101}), ("llama", {}), ("qwen2", {"num_hidden_layers": 3})])
+@pytest.mark.parametrize(
+    "other", [("qwen2", {"vocab_size": 101}), ("llama", {}), ("qwen2", {"num_hidden_layers": 3})]
+)
 def test_weights_of_another_model_are_refused(other, tmp_path):
     export_hf(tiny_model("qwen2"), None, tmp_path)
     target = tiny_model(other[0], **other[1])
@@ -104,7 +136,9 @@ def test_weights_of_another_model_are_refused(other, tmp_path):
     assert torch.equal(logits(target), before)
 
 
-def test_a_published_generation_config_that_transformers_will_not_save_does_not_end_the_run(tmp_path):
+def test_a_published_generation_config_that_transformers_will_not_save_does_not_end_the_run(
+    tmp_path,
+):
     model = tiny_model()
     model.generation_config.temperature = 0.6  # with do_sample=False: loads, does not save
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
@@ -121,7 +155,9 @@ def test_the_newest_complete_checkpoint_is_exported(tmp_path, caplog):
     assert find_checkpoint(tmp_path / "run").step == find_checkpoint(store.folder(1)).step == 1
     assert "global_step_2: actor/model.safetensors was altered" in caplog.text
     export(tmp_path / "run", tmp_path / "out")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(tiny_model(seed=1)))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(tiny_model(seed=1))
+    )
 
 
 def test_the_command_explains_what_is_wrong(tmp_path, capsys):
@@ -148,11 +184,13 @@ def test_files_are_divided_and_named_as_transformers_does(name, tmp_path, monkey
     assert {name: file for file, names in files.items() for name in names} == index["weight_map"]
     monkeypatch.setattr(saving, "FILE_SIZE", "5GB")
     assert list(saving.weight_files(model)) == ["model.safetensors"]
-    saving.write_index(model, saving.weight_files(model), tmp_path / "nowhere")  # one file needs none
+    # One file needs none
+    saving.write_index(model, saving.weight_files(model), tmp_path / "nowhere")
 
 
 def test_an_optimizer_comes_back_from_files_of_several_ranks_and_none_is_refused(tmp_path):
-    """As two ranks write it, each the tensors of every other weight; the next step is the same to the bit."""
+    """As two ranks write it, each the tensors of every other weight; the next step is the same to
+    the bit."""
     config = actor_config(optim=SimpleNamespace(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0))
     parts = [Actor(tiny_model(), config, temperature=1.0) for _ in range(2)]
     step = one_step(random_batch())
@@ -175,17 +213,27 @@ def test_an_optimizer_comes_back_from_files_of_several_ranks_and_none_is_refused
 
 
 def test_an_export_has_every_file_of_the_base_byte_for_byte_but_weights_and_config(tmp_path):
-    """transformers writes tokenizer files of its own, which other readers take for another tokenizer."""
+    """transformers writes tokenizer files of its own, which other readers take for another
+    tokenizer."""
     base, tokenizers = tmp_path / "base", tmp_path / "tokenizer"
     for folder in (base, tokenizers):
         tiny_model("llama").save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
-    settings = json.loads((base / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    settings = json.loads((base / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": "LlamaTokenizerFast"
+    }
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
-    for name in ("vocab.json", "video_preprocessor_config.json", "LICENSE", "pytorch_model.bin.index.json"):
+    for name in (
+        "vocab.json",
+        "video_preprocessor_config.json",
+        "LICENSE",
+        "pytorch_model.bin.index.json",
+    ):
         (base / name).write_text(f"{name} of the base")
-    (tokenizers / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
+    (tokenizers / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"padding_side": "left"})
+    )
 
     def exported(name: str, **keys: str) -> dict[str, bytes]:
         config = ModelConfig(path=str(base), **keys)
@@ -196,7 +244,10 @@ def test_an_export_has_every_file_of_the_base_byte_for_byte_but_weights_and_conf
     kept = {file.name: file.read_bytes() for file in base.iterdir()}
     kept.pop("pytorch_model.bin.index.json")
     assert plain.keys() == kept.keys()
-    assert {name for name in kept if plain[name] != kept[name]} <= {"config.json", "model.safetensors"}
+    assert {name for name in kept if plain[name] != kept[name]} <= {
+        "config.json",
+        "model.safetensors",
+    }
     other = exported("other", tokenizer_path=str(tokenizers))
     assert other["tokenizer_config.json"] == (tokenizers / "tokenizer_config.json").read_bytes()
     assert other["LICENSE"] == kept["LICENSE"] and "vocab.json" not in other

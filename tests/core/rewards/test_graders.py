@@ -54,15 +54,22 @@ def statuses(results):
 
 def test_what_misbehaves_costs_its_own_score_alone(make_pool):
     pool = make_pool(UNRULY, workers=2, timeout_s=0.3)
-    jobs = [one for name in EXPECTED for one in (job(f"unruly:{name}"), job("right"), job("not right"))]
+    jobs = [
+        one for name in EXPECTED for one in (job(f"unruly:{name}"), job("right"), job("not right"))
+    ]
     results = grade(pool, jobs)
     found = statuses(results)
     assert dict(zip(EXPECTED, found[::3], strict=True)) == EXPECTED
     assert found[1::3] == ["ok"] * len(EXPECTED) and found[2::3] == ["wrong"] * len(EXPECTED)
-    detail = {name: getattr(one, "detail", "") for name, one in zip(EXPECTED, results[::3], strict=True)}
+    detail = {
+        name: getattr(one, "detail", "") for name, one in zip(EXPECTED, results[::3], strict=True)
+    }
     assert detail["sleep"] == "killed after 0.3 s (reward_model.timeout_s)"
     assert "SIGSEGV" in detail["segfault"] and "status 0" in detail["leave_at_once"]
-    assert "MemoryError" in detail["allocate_at_once"] and "in allocate_at_once" in detail["allocate_at_once"]
+    assert (
+        "MemoryError" in detail["allocate_at_once"]
+        and "in allocate_at_once" in detail["allocate_at_once"]
+    )
 
 
 def test_a_grader_that_is_killed_from_outside_costs_no_score(make_pool, write, tmp_path):
@@ -75,7 +82,11 @@ def test_a_grader_that_is_killed_from_outside_costs_no_score(make_pool, write, t
                 os.kill(os.getpid(), signal.SIGKILL)
             return 1.0
     """)
-    assert statuses(grade(make_pool(path), [job("right"), job("kills"), job("right")])) == ["ok", "crash", "ok"]
+    assert statuses(grade(make_pool(path), [job("right"), job("kills"), job("right")])) == [
+        "ok",
+        "crash",
+        "ok",
+    ]
 
 
 def test_what_a_scorer_started_is_killed_with_its_grader(make_pool):
@@ -123,7 +134,9 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize(("left", "innocent"), [("thread", "x"), ("thread", "x" * 200_000), ("task", "awaits")])
+@pytest.mark.parametrize(
+    ("left", "innocent"), [("thread", "x"), ("thread", "x" * 200_000), ("task", "awaits")]
+)
 def test_an_answer_after_one_that_left_its_grader_stuck_is_graded(make_pool, write, left, innocent):
     """One of 200 kB does not fit in the pipe that nobody reads."""
     pool = make_pool(write(STUCK), timeout_s=1.5)
@@ -132,16 +145,24 @@ def test_an_answer_after_one_that_left_its_grader_stuck_is_graded(make_pool, wri
     assert statuses(grade(pool, [job(innocent)])) == ["ok"]
 
 
-def test_an_answer_that_hangs_behind_a_crowd_is_given_up_after_its_second_deadline(make_pool, write):
+def test_an_answer_that_hangs_behind_a_crowd_is_given_up_after_its_second_deadline(
+    make_pool, write
+):
     pool, begun = make_pool(write(STUCK), timeout_s=1.0), time.monotonic()
     assert statuses(grade(pool, [job("thread"), job("hangs"), job("x")])) == ["ok", "timeout", "ok"]
     assert time.monotonic() - begun < 30
 
 
 def test_memory_is_limited_and_what_a_grader_cannot_load_ends_the_run(make_pool, write):
-    body = "def compute_score(solution_str, **kwargs): return len(bytearray(int(solution_str) * 2**20)) > 0"
+    body = (
+        "def compute_score(solution_str, **kwargs): return len(bytearray(int(solution_str) * "
+        "2**20)) > 0"
+    )
     assert statuses(grade(make_pool(write(body)), [job("600"), job("100")])) == ["crash", "ok"]
-    heavy = write("import os\nif os.environ.get('IN_GRADER'): raise ValueError('only here')\n" + body, "heavy.py")
+    heavy = write(
+        "import os\nif os.environ.get('IN_GRADER'): raise ValueError('only here')\n" + body,
+        "heavy.py",
+    )
     pool = make_pool(heavy)
     os.environ["IN_GRADER"] = "1"
     try:
@@ -152,16 +173,25 @@ def test_memory_is_limited_and_what_a_grader_cannot_load_ends_the_run(make_pool,
 
 
 def test_importing_is_not_the_answers_time(make_pool, write):
-    path = write("import time\ntime.sleep(0.7)\ndef compute_score(**kwargs): return time.sleep(0.2) or 1")
+    path = write(
+        "import time\ntime.sleep(0.7)\ndef compute_score(**kwargs): return time.sleep(0.2) or 1"
+    )
     start = time.monotonic()
     assert statuses(grade(make_pool(path, timeout_s=0.6), [job("x")] * 4)) == ["ok"] * 4
     assert time.monotonic() - start > 1.5
 
 
-def test_a_result_of_any_length_and_a_job_that_is_not_json_cost_their_own_score(make_pool, write, monkeypatch):
+def test_a_result_of_any_length_and_a_job_that_is_not_json_cost_their_own_score(
+    make_pool, write, monkeypatch
+):
     monkeypatch.setattr(graders, "LONGEST_LINE", 10_000)
-    body = "def compute_score(solution_str, **kw): return {'score': 1, **dict.fromkeys(range(len(solution_str)), 2)}"
-    results = grade(make_pool(write(body)), [job("x"), job("x" * 50_000), job("x", Path("/x")), job("x")])
+    body = (
+        "def compute_score(solution_str, **kw): return {'score': 1, "
+        "**dict.fromkeys(range(len(solution_str)), 2)}"
+    )
+    results = grade(
+        make_pool(write(body)), [job("x"), job("x" * 50_000), job("x", Path("/x")), job("x")]
+    )
     assert statuses(results) == ["ok", "crash", "crash", "ok"] and "PosixPath" in results[2].detail
 
 
@@ -188,7 +218,9 @@ DRIVER = """
 
 def drive(file, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, file, *arguments], cwd=ROOT, stdout=subprocess.PIPE, env=environment)
+    return subprocess.Popen(
+        [sys.executable, file, *arguments], cwd=ROOT, stdout=subprocess.PIPE, env=environment
+    )
 
 
 def test_nothing_outlives_a_killed_driver(write):
@@ -226,7 +258,10 @@ def test_the_pool_agrees_with_grading_in_process(make_pool):
         if not source.endswith("*")
         for response, ground_truth, _ in scorer.examples
     ]
-    jobs += [Job("openai/gsm8k", text, "72", {}) for text in ("#### 72\ud800", "é\u2028\n#### 72", "", "\x00")]
+    jobs += [
+        Job("openai/gsm8k", text, "72", {})
+        for text in ("#### 72\ud800", "é\u2028\n#### 72", "", "\x00")
+    ]
     here, there = grade(InProcess(Scorers()), jobs), grade(make_pool(), jobs)
     assert len(jobs) > 50 and here == there
 
@@ -241,10 +276,16 @@ def test_options_and_arguments_arrive(make_pool, write):
     pool = make_pool(path, kwargs=freeze({"scale": {"by": 3}}))
     gold, segments = {"target": [1, None, 0.1], "é": True}, [{"role": "tool", "text": "t"}]
     (result,) = grade(pool, [job("x" * 3_000_000, gold, rollout={"segments": segments})])
-    assert (result.value, dict(result.parts), result.pred) == (3 * 0.1, {"acc": 1.0, "long": 1e-300}, "x")
+    assert (result.value, dict(result.parts), result.pred) == (
+        3 * 0.1,
+        {"acc": 1.0, "long": 1e-300},
+        "x",
+    )
 
 
-def test_graders_are_sessions_of_their_own_that_import_only_scorers_and_all_of_them_serve(make_pool, write):
+def test_graders_are_sessions_of_their_own_that_import_only_scorers_and_all_of_them_serve(
+    make_pool, write
+):
     path = write("""
         import os, sys, time
         def compute_score(**kwargs):
@@ -254,7 +295,9 @@ def test_graders_are_sessions_of_their_own_that_import_only_scorers_and_all_of_t
             return {"score": os.getpid(), "session": os.getsid(0), "threads": len(os.listdir("/proc/self/task"))}
     """)
     results = grade(make_pool(path, workers=2), [job("x")] * 20)
-    assert {r.parts["session"] - r.value for r in results} == {0} and {r.parts["threads"] for r in results} == {1}
+    assert {r.parts["session"] - r.value for r in results} == {0} and {
+        r.parts["threads"] for r in results
+    } == {1}
     assert len({r.value for r in results} - {os.getpid()}) == 2
 
 

@@ -1,4 +1,5 @@
-"""Whole runs under a judge: their rewards, their replay without a server, and the bounds that stop them."""
+"""Whole runs under a judge: their rewards, their replay without a server, and the bounds that stop
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.judge_server import MODEL, serve
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_module, "HttpOptions", partial(judge_module.HttpOptions, pause_s=0.01))
+    monkeypatch.setattr(
+        judge_module, "HttpOptions", partial(judge_module.HttpOptions, pause_s=0.01)
+    )
     prepare(tmp_path)
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     for row in rows:  # no scorer knows the source: the judge alone can score
@@ -59,7 +62,9 @@ def lines(folder, run):
 def judged(found):
     """What the judge's words decided of each step, without what it cost this time."""
     drop = ("perf/", "timing_s/")
-    return [{name: value for name, value in line.items() if not name.startswith(drop)} for line in found]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(drop)} for line in found
+    ]
 
 
 def test_a_replay_without_a_server_gives_the_same_rewards(folder):
@@ -70,8 +75,12 @@ def test_a_replay_without_a_server_gives_the_same_rewards(folder):
     scripted()(config(folder, "again", NOBODY), answer).init_workers().fit()
     again = lines(folder, "again")
     assert judged(again) == judged(first)
-    assert all(line["reward/crash_rate"] == 0 and 0 < line["critic/score/mean"] < 0.9 for line in first)
-    sent = sum(line["perf/judge_requests"] + line.get("perf/val_judge_requests", 0) for line in first)
+    assert all(
+        line["reward/crash_rate"] == 0 and 0 < line["critic/score/mean"] < 0.9 for line in first
+    )
+    sent = sum(
+        line["perf/judge_requests"] + line.get("perf/val_judge_requests", 0) for line in first
+    )
     assert sent == asked and first[0]["perf/judge_tokens"] > 0
     assert sum(line["perf/judge_requests"] for line in again) == 0 < again[0]["perf/judge_cached"]
     with pytest.raises(InputError, match="cannot be used"):  # nothing is kept elsewhere
@@ -98,7 +107,9 @@ def test_a_step_without_any_score_stops_the_run_and_keeps_the_step_before(folder
     """The step before had scores: a run without a single one stops too (test_rewards.py)."""
 
     def reply(number, body):
-        return {"status": 400} if lines(folder, "stopped") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
+        return (
+            {"status": 400} if lines(folder, "stopped") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
+        )
 
     with serve(reply) as server:
         trainer = RayPPOTrainer(config(folder, "stopped", server.url, steps=2)).init_workers()

@@ -1,4 +1,5 @@
-"""Model rewards: the numbers are the classifier's own, and they reach the rows that ask for them."""
+"""Model rewards: the numbers are the classifier's own, and they reach the rows that ask for
+them."""
 
 from __future__ import annotations
 
@@ -18,11 +19,20 @@ import pytest
 import ray
 import torch
 import yaml
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+)
 
 from core.cluster.ray_engine import REWARD_MODEL
 from core.config import compose
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
+from core.config.schema import (
+    CustomRewardFunctionConfig,
+    RewardModelConfig,
+    RewardModelModelConfig,
+    ScoringFSDPConfig,
+)
 from core.data import vocabulary
 from core.data.parquet import Example
 from core.errors import InputError, WorkersLost
@@ -42,12 +52,21 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}<eo
 def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **config):
     if arch == "bert":
         shape = dict(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=0.2
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            initializer_range=0.2,
         )
-        made = BertConfig(vocab_size=100, max_position_embeddings=256, **shape, **{"num_labels": 1, **config})
+        made = BertConfig(
+            vocab_size=100, max_position_embeddings=256, **shape, **{"num_labels": 1, **config}
+        )
     else:
         made = tiny_config(arch, **{"num_labels": 1, **config})
-    auto = {"token": AutoModelForTokenClassification, "sequence": AutoModelForSequenceClassification}[kind]
+    auto = {
+        "token": AutoModelForTokenClassification,
+        "sequence": AutoModelForSequenceClassification,
+    }[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         auto.from_config(made).save_pretrained(folder)
@@ -59,7 +78,9 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
 
 def settings(folder, *, input_tokenizer="policy", **given):
     sharding = ScoringFSDPConfig(dtype="float32")
-    model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
+    model = RewardModelModelConfig(
+        path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding
+    )
     filled = {"max_length": 200, "forward_max_token_len_per_gpu": 400, **given}
     return RewardModelConfig(enable=True, model=model, **filled)
 
@@ -68,7 +89,10 @@ def answers(count=9):
     rng = np.random.default_rng(0)
     chat = ({"role": "user", "content": "how many?"},)
     texts = ["".join(rng.choice(list("abcdef"), size=rng.integers(1, 60))) for _ in range(count)]
-    return [Answer(chat, text, tuple(rng.integers(4, 100, rng.integers(2, 90)).tolist())) for text in texts]
+    return [
+        Answer(chat, text, tuple(rng.integers(4, 100, rng.integers(2, 90)).tolist()))
+        for text in texts
+    ]
 
 
 def run_config(folder, *overrides, steps=2):
@@ -77,7 +101,10 @@ def run_config(folder, *overrides, steps=2):
         {
             "data_source": "multiply",
             "prompt": [{"role": "user", "content": f"{at}*2"}],
-            "reward_model": {"style": "rule" if at % 4 == 3 else "model", "ground_truth": str(2 * at)},
+            "reward_model": {
+                "style": "rule" if at % 4 == 3 else "model",
+                "ground_truth": str(2 * at),
+            },
             "extra_info": {"index": at, "split": "train"},
         }
         for at in range(16)
@@ -109,7 +136,9 @@ def run_config(folder, *overrides, steps=2):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 CHAT = ({"role": "user", "content": "?"},)
@@ -117,7 +146,10 @@ CHAT = ({"role": "user", "content": "?"},)
 
 def direct(folder, kind, ids):
     """The number of one answer alone, without padding, by transformers itself."""
-    auto = {"token": AutoModelForTokenClassification, "sequence": AutoModelForSequenceClassification}[kind]
+    auto = {
+        "token": AutoModelForTokenClassification,
+        "sequence": AutoModelForSequenceClassification,
+    }[kind]
     model = auto.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits
@@ -149,9 +181,15 @@ def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config,
 def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
     model = RewardModel(settings(write_classifier(tmp_path)))
     chat = ({"role": "user", "content": "2+2?"},)
-    assert model.tokenizer.decode(model.encode(Answer(chat, "4", (5, 6)))) == "[user|2+2?][assistant|4]<eos>"
+    assert (
+        model.tokenizer.decode(model.encode(Answer(chat, "4", (5, 6))))
+        == "[user|2+2?][assistant|4]<eos>"
+    )
     prefilled = (*chat, {"role": "assistant", "content": "So="})
-    assert model.tokenizer.decode(model.encode(Answer(prefilled, "4", ()))) == "[user|2+2?][assistant|So=4]<eos>"
+    assert (
+        model.tokenizer.decode(model.encode(Answer(prefilled, "4", ())))
+        == "[user|2+2?][assistant|So=4]<eos>"
+    )
     assert prefilled[1]["content"] == "So="
     ids = RewardModel(settings(tmp_path, input_tokenizer=None)).encode(Answer(chat, "4", (5, 6)))
     assert ids == [5, 6]
@@ -168,7 +206,9 @@ class Day(date):
         return cls(2026, 1, cls.number)
 
 
-def test_a_reward_models_dated_template_writes_the_date_of_the_runs_first_start(tmp_path, monkeypatch):
+def test_a_reward_models_dated_template_writes_the_date_of_the_runs_first_start(
+    tmp_path, monkeypatch
+):
     """Only the reward model's template writes a date; the policy's does not."""
     monkeypatch.setattr(Day, "number", 0)
     monkeypatch.setattr(vocabulary, "date", Day)
@@ -176,7 +216,9 @@ def test_a_reward_models_dated_template_writes_the_date_of_the_runs_first_start(
     write_classifier(tmp_path / "judge", template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     read = []
     encode = RewardModel.encode
-    monkeypatch.setattr(RewardModel, "encode", lambda *args: read.append((args[0], encode(*args))) or read[-1][1])
+    monkeypatch.setattr(
+        RewardModel, "encode", lambda *args: read.append((args[0], encode(*args))) or read[-1][1]
+    )
     for steps in (1, 2):
         changed = config.replace(trainer=config.trainer.replace(total_training_steps=steps))
         trainer = RayPPOTrainer(changed).init_workers()
@@ -196,14 +238,20 @@ def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
 
 
 def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
-    refuses = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+    refuses = (
+        "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+    )
     model = RewardModel(settings(write_classifier(tmp_path, template=refuses)))
     good, bad, again = model.score([Answer(CHAT, text, ()) for text in ("a", "x", "a")])
     assert "no x" in bad.detail
     assert good.value == pytest.approx(again.value)
 
 
-NO_MODELS = [write_model, partial(write_classifier, num_labels=2), lambda folder: folder / "nothing"]
+NO_MODELS = [
+    write_model,
+    partial(write_classifier, num_labels=2),
+    lambda folder: folder / "nothing",
+]
 
 
 @pytest.mark.parametrize("make", NO_MODELS)
@@ -226,12 +274,17 @@ class Lengths:
 
     def __call__(self, found):
         self.calls.append([answer.response for answer in found])
-        return [REFUSED if answer.response == "bad" else model_score(len(answer.response) / 8) for answer in found]
+        return [
+            REFUSED if answer.response == "bad" else model_score(len(answer.response) / 8)
+            for answer in found
+        ]
 
 
 def layer(judge=None, **reward_model):
     reward = RewardModelConfig(**{"enable": True, **reward_model})
-    made = RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=CustomRewardFunctionConfig()))
+    made = RewardLayer(
+        SimpleNamespace(reward_model=reward, custom_reward_function=CustomRewardFunctionConfig())
+    )
     if judge:
         made.attach(judge)
     return made
@@ -243,7 +296,9 @@ def prompt(style):
 
 def grade(made, *pairs):
     async def everything():
-        return await asyncio.gather(*(made.score(prompt(style), trajectory(text)) for style, text in pairs))
+        return await asyncio.gather(
+            *(made.score(prompt(style), trajectory(text)) for style, text in pairs)
+        )
 
     return asyncio.run(everything())
 
@@ -251,7 +306,10 @@ def grade(made, *pairs):
 def test_the_style_of_the_row_chooses_who_scores():
     judge = Lengths()
     model, rule = grade(layer(judge), ("model", "#### 72"), ("rule", "#### 72"))
-    assert (model.value, dict(model.parts)) == (0.875, {"acc": 0.875, "model": 0.875, "model_cut": 0.0})
+    assert (model.value, dict(model.parts)) == (
+        0.875,
+        {"acc": 0.875, "model": 0.875, "model_cut": 0.0},
+    )
     assert (rule.value, dict(rule.parts)) == (1.0, {"acc": 1.0})
     assert judge.calls == [["#### 72"]]
 
@@ -264,7 +322,8 @@ def test_the_weight_adds_the_model_to_the_rules():
     assert (right.value, right.acc, right.parts["model"]) == (1.4375, 1.0, 0.875)
     assert (wrong.value, wrong.acc, wrong.status) == (0.375, 0.0, ScoreStatus.WRONG)
     assert own.value == 0.75
-    assert list(map(sorted, judge.calls)) == [["#### 7", "#### 7", "#### 72"]]  # what waits is shown at once
+    # What waits is shown at once
+    assert list(map(sorted, judge.calls)) == [["#### 7", "#### 7", "#### 72"]]
 
 
 def test_the_model_sees_the_policys_words_and_all_tokens():
@@ -275,7 +334,9 @@ def test_the_model_sees_the_policys_words_and_all_tokens():
     assert seen == [Answer(CHAT, "let me look 72", (7, 8, 0, 1, 2), "72")]
 
 
-@pytest.mark.parametrize("judge", [Lengths(), lambda found: [model_score(math.inf)] * len(found)], ids=["error", "inf"])
+@pytest.mark.parametrize(
+    "judge", [Lengths(), lambda found: [model_score(math.inf)] * len(found)], ids=["error", "inf"]
+)
 def test_no_number_is_a_status_and_on_error_decides(judge):
     for style, weight in (("model", 0.0), ("rule", 1.0)):
         zero = grade(layer(judge, weight=weight), (style, "bad"))[0]
@@ -301,11 +362,16 @@ def test_styles_are_checked_against_the_configuration():
     layer().check([row("rule"), row("model", None)])
     layer(weight=0.1).check([row("rule")])
     layer(enable=False).check([row("rule"), row(None)])
-    with pytest.raises(InputError, match=r"reward_model.enable=False: .* in 2 rows \(file row 1, file row 2\); "):
+    with pytest.raises(
+        InputError,
+        match=r"reward_model.enable=False: .* in 2 rows \(file row 1, "
+        r"file row 2\); ",
+    ):
         layer(enable=False).check([row("rule"), row("model", number=1), row("model", number=2)])
     with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
         layer().check([row("rule")])
-    layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
+    # No scorer is asked for
+    layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])
 
 
 # --- whole runs ---

@@ -38,7 +38,9 @@ def make_layer(write):
             path = write(body if "def " in body else f"{HEAD}    {body}\n", file)
         reward = RewardModelConfig(**{"num_workers": 1, "memory_limit_mb": 512, **reward})
         custom = CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs or {})
-        layers.append(RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom)))
+        layers.append(
+            RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom))
+        )
         return layers[-1]
 
     yield make
@@ -51,13 +53,17 @@ def prompt(data_source="openai/gsm8k", ground_truth="72", extra_info=None, **mor
 
 
 def row(data_source="tests/a", ground_truth="7", number=0, **extra_info):
-    return Example("rows.parquet", number, data_source, "?", ground_truth, {"index": number, **extra_info})
+    return Example(
+        "rows.parquet", number, data_source, "?", ground_truth, {"index": number, **extra_info}
+    )
 
 
 def trajectory(*segments, stop=Stop.EOS, turns=1, tool_calls=0, tokens=3, **more):
     segments = tuple(Segment("policy", s) if isinstance(s, str) else Segment(*s) for s in segments)
     ids = np.arange(tokens)
-    return Trajectory((7, 8), ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls, **more)
+    return Trajectory(
+        (7, 8), ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls, **more
+    )
 
 
 def grade(layer, asked, *trajectories):
@@ -82,8 +88,14 @@ def test_the_data_source_picks_the_scorer_and_options_are_given_by_its_name(make
     assert grade(layer, prompt(), trajectory("#### 72")).value == 1.0
     wrong = grade(layer, prompt(), trajectory("#### 71"))
     assert (wrong.value, wrong.status, wrong.pred) == (0.0, ScoreStatus.WRONG, "71")
-    assert grade(layer, prompt("lab/hops", "d"), trajectory("abcd#d")).parts == {"acc": 1.0, "chain": 1.0}
-    assert grade(layer, prompt("lighteval/MATH", "2"), trajectory("#### 2")).status is ScoreStatus.PARSE_ERROR
+    assert grade(layer, prompt("lab/hops", "d"), trajectory("abcd#d")).parts == {
+        "acc": 1.0,
+        "chain": 1.0,
+    }
+    assert (
+        grade(layer, prompt("lighteval/MATH", "2"), trajectory("#### 2")).status
+        is ScoreStatus.PARSE_ERROR
+    )
     assert grade(layer, prompt(), trajectory("so 72")).acc == 0.0
     flexible = make_layer(reward_kwargs={"gsm8k": {"method": "flexible"}, "hops": None})
     assert grade(flexible, prompt(), trajectory("so 72")).acc == 1.0
@@ -123,7 +135,12 @@ def test_a_custom_function_sees_the_rollout_and_cannot_touch_the_row(make_layer)
     extra_info, gold = {"nested": {"list": []}}, {"target": []}
     steps = trajectory("a", ("tool", "b"), stop=Stop.LENGTH, turns=2, tool_calls=3, tokens=5)
     score = grade(layer, prompt("anything", gold, extra_info), steps)
-    assert (score.value, dict(score.parts), score.status, score.pred) == (0.25, {"acc": 1.0}, ScoreStatus.OK, "72")
+    assert (score.value, dict(score.parts), score.status, score.pred) == (
+        0.25,
+        {"acc": 1.0},
+        ScoreStatus.OK,
+        "72",
+    )
     assert extra_info == {"nested": {"list": []}} and gold == {"target": []}
 
 
@@ -140,16 +157,27 @@ def test_a_function_of_lists_gets_and_returns_lists_of_one_answer(make_layer):
 
 
 def test_a_function_written_for_verl_finds_its_facts(make_layer):
-    """As in verl, turns count the prompt and each answer of the tools, and what happened wins over the row."""
-    names = "('num_turns', 'num_tool_calls', 'turn_scores', 'tool_rewards', 'rollout_reward_scores')"
-    layer = make_layer(f"return {{'score': 1.0, 'seen': repr([extra_info[name] for name in {names}])}}")
+    """As in verl, turns count the prompt and each answer of the tools, and what happened wins over
+    the row."""
+    names = (
+        "('num_turns', 'num_tool_calls', 'turn_scores', 'tool_rewards', 'rollout_reward_scores')"
+    )
+    layer = make_layer(
+        f"return {{'score': 1.0, 'seen': repr([extra_info[name] for name in {names}])}}"
+    )
     asked = prompt("anything", {}, {"num_turns": 99})
     two_calls = ("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e")
     rewards = {"user_scores": (-0.5, 1.0), "tool_rewards": (0.25,)}
     for segments, turns, calls, given, seen in (
         (("one answer",), 1, 0, {}, [2, 0, [], [], {}]),
         (two_calls, 3, 3, {}, [6, 3, [], [], {}]),
-        (("a", ("tool", "b")), 1, 1, rewards, [3, 1, [-0.5, 1.0], [0.25], {"user_turn_rewards": [-0.5, 1.0]}]),
+        (
+            ("a", ("tool", "b")),
+            1,
+            1,
+            rewards,
+            [3, 1, [-0.5, 1.0], [0.25], {"user_turn_rewards": [-0.5, 1.0]}],
+        ),
     ):
         steps = trajectory(*segments, turns=turns, tool_calls=calls, **given)
         assert grade(layer, asked, steps).notes["seen"] == repr(seen)
@@ -168,13 +196,22 @@ def test_an_episode_that_failed_counts_as_an_answer_whose_scorer_failed(make_lay
     assert layer.failures.rate("rate") == {"rate": 1.0}
 
 
-def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(make_layer, write, monkeypatch, tmp_path):
+def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(
+    make_layer, write, monkeypatch, tmp_path
+):
     body = "import asyncio\nasync def mine(solution_str):\n    await asyncio.sleep(0)\n    return 3"
     assert grade(make_layer(body, name="mine"), prompt(), trajectory("x")).value == 3
     path = write("def compute_score(solution_str, **rest): return 4", "pkgx/modx.py")
     monkeypatch.syspath_prepend(str(tmp_path))
-    other = write("def compute_score(solution_str): return 5", "other/modx.py")  # no collision of names
-    for where, value in (("pkgx.modx", 4), ("pkg://pkgx.modx", 4), (path, 4), (f"file://{path}", 4), (other, 5)):
+    # No collision of names
+    other = write("def compute_score(solution_str): return 5", "other/modx.py")
+    for where, value in (
+        ("pkgx.modx", 4),
+        ("pkg://pkgx.modx", 4),
+        (path, 4),
+        (f"file://{path}", 4),
+        (other, 5),
+    ):
         assert grade(make_layer(where), prompt(), trajectory("x")).value == value
 
 
@@ -185,11 +222,17 @@ def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(mak
         ("no_such_module_x", {}, "no module 'no_such_module_x'"),
         ("def compute_scor(): pass", {}, "has no 'compute_score'"),
         ("import nothing_of_that_name # def ", {}, "nothing_of_that_name"),
-        ("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1", {"k": 1}, "'k'"),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1",
+            {"k": 1},
+            "'k'",
+        ),
         ("def compute_score(**k): return 1", {"ground_truth": 1}, "ground_truth"),
     ],
 )
-def test_a_custom_function_that_cannot_work_is_a_configuration_problem(make_layer, body, kwargs, message):
+def test_a_custom_function_that_cannot_work_is_a_configuration_problem(
+    make_layer, body, kwargs, message
+):
     with pytest.raises(InputError, match=f"(?s){message}") as caught:
         make_layer(body, kwargs=kwargs)
     assert len(caught.value.problems) == 1
@@ -198,7 +241,14 @@ def test_a_custom_function_that_cannot_work_is_a_configuration_problem(make_laye
 # --- what a function returns ---
 
 
-NO_SCORES = [None, "1.0", {"reward": 1.0}, float("nan"), {"score": 1, "acc": float("nan")}, {"score": 1, "acc": "yes"}]
+NO_SCORES = [
+    None,
+    "1.0",
+    {"reward": 1.0},
+    float("nan"),
+    {"score": 1, "acc": float("nan")},
+    {"score": 1, "acc": "yes"},
+]
 NO_SCORES += [Score(1.0, {"acc": float("nan")}), 10**400, np.array([1.0, 2.0])]
 
 
@@ -206,7 +256,12 @@ def test_numbers_of_any_kind_are_scores_and_all_else_is_none():
     for one in (True, 1, 1.0, np.float32(1), np.array([1.0]), Decimal(1), np.bool_(True)):
         assert as_score(one).value == as_score({"score": one}).value == 1.0
     minus = as_score({"score": np.int64(-1), "acc": np.bool_(False), "note": None, "pred": None})
-    assert (minus.value, minus.acc, minus.status, minus.pred) == (-1.0, 0.0, ScoreStatus.WRONG, None)
+    assert (minus.value, minus.acc, minus.status, minus.pred) == (
+        -1.0,
+        0.0,
+        ScoreStatus.WRONG,
+        None,
+    )
     given = Score(0.5, status=ScoreStatus.PARSE_ERROR)
     assert as_score(given) == given
     for result in NO_SCORES:
@@ -215,11 +270,16 @@ def test_numbers_of_any_kind_are_scores_and_all_else_is_none():
 
 
 def test_parts_that_are_no_numbers_are_kept_as_texts_beside_the_answers(make_layer):
-    layer = make_layer("return {'score': 1, 'hits': ['a'], 'why': 'so', 'bleu': float('nan'), 'none': None, 'n': 2}")
+    layer = make_layer(
+        "return {'score': 1, 'hits': ['a'], 'why': 'so', 'bleu': float('nan'), "
+        "'none': None, 'n': 2}"
+    )
     found = grade(layer, prompt("tests/a"), trajectory("x"))
     assert found.value == 1.0 and found.parts == {"acc": 1.0, "n": 2.0}
     assert found.notes == {"hits": "['a']", "why": "so", "bleu": "nan"}
-    (shown,) = generation_rows(1, [ScoredGroup(prompt(), (trajectory("x"),), (found,))], tiny_tokenizer())
+    (shown,) = generation_rows(
+        1, [ScoredGroup(prompt(), (trajectory("x"),), (found,))], tiny_tokenizer()
+    )
     assert shown["why"] == "so" and shown["score"] == 1.0
 
 
@@ -277,11 +337,15 @@ def test_a_function_that_cancels_itself_fails_and_one_that_is_cancelled_ends(mak
         "return asyncio.run(score())",
         "return asyncio.get_event_loop().run_until_complete(score())",
         "loop = asyncio.new_event_loop(); return loop.run_until_complete(score())",
-        "loop = asyncio.get_event_loop(); value = loop.run_until_complete(score()); loop.close(); return value",
+        "loop = asyncio.get_event_loop(); value = loop.run_until_complete(score()); loop.close(); "
+        "return value",
     ],
 )
 def test_a_function_may_run_an_event_loop(make_layer, body):
-    layer = make_layer(f"import asyncio\nasync def score(): return 2.0\ndef compute_score(solution_str):\n    {body}")
+    layer = make_layer(
+        f"import asyncio\nasync def score(): return 2.0\ndef "
+        f"compute_score(solution_str):\n    {body}"
+    )
 
     async def main():
         scores = [await layer.score(prompt(), trajectory("x")) for _ in range(2)]
@@ -298,7 +362,12 @@ def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, capl
         scores = grade(layer, prompt("tests/a"), *map(trajectory, ("good", "bad", "worse")))
     assert [score.masked for score in scores] == [False, True, True]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "uid='row-7'" in said and "Traceback" in said and "KeyError: 'bad'" in said and "on_error=mask" in said
+    assert (
+        "uid='row-7'" in said
+        and "Traceback" in said
+        and "KeyError: 'bad'" in said
+        and "on_error=mask" in said
+    )
     assert layer.failures.rate("reward/failed_rate") == {"reward/failed_rate": 2 / 3}
     assert layer.failures.rate("reward/failed_rate") == {}
 
@@ -327,9 +396,17 @@ def test_bad_options_are_reported_before_anything_is_graded(make_layer):
 
 
 def test_good_rows_pass_and_bad_ones_are_all_reported_at_once(make_layer):
-    good = [row("openai/gsm8k", "72"), prompt("lab/hops", "d"), prompt("lighteval/MATH", r"\frac{1}{2}")]
+    good = [
+        row("openai/gsm8k", "72"),
+        prompt("lab/hops", "d"),
+        prompt("lighteval/MATH", r"\frac{1}{2}"),
+    ]
     make_layer(reward_kwargs={"gsm8k": {"method": "robust"}}).check(good)
-    bad = [prompt("openai/gsm8", "1"), *[prompt("openai/gsm8k", "1,000")] * 5, row("lighteval/MATH", None, 6)]
+    bad = [
+        prompt("openai/gsm8", "1"),
+        *[prompt("openai/gsm8k", "1,000")] * 5,
+        row("lighteval/MATH", None, 6),
+    ]
     unknown, commas, missing = refused(make_layer(), *bad)
     assert "data_source='openai/gsm8'; nearest: openai/gsm8k" in unknown
     assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
@@ -352,8 +429,12 @@ def test_a_users_examples_and_check_of_ground_truths_are_used(make_layer):
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
-def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback(make_layer, manager):
-    layer = make_layer("return float(extra_info['reference'] == solution_str)", reward_manager=manager)
+def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback(
+    make_layer, manager
+):
+    layer = make_layer(
+        "return float(extra_info['reference'] == solution_str)", reward_manager=manager
+    )
     (problem,) = refused(layer)
     first, *trace = problem.splitlines()
     assert "custom_reward_function.path=" in first and "data_source='tests/a'" in first
@@ -362,14 +443,22 @@ def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback
     assert "mine.py" in problem
     picky = make_layer("return {'tests/a': 1.0}[data_source]", file="other.py")
     picky.check([row()])
-    (problem,) = refused(picky, row(), row("tests/b", number=3))  # each data source has to be graded
+    # Each data source has to be graded
+    (problem,) = refused(picky, row(), row("tests/b", number=3))
     assert "data_source='tests/b'" in problem
 
 
 def test_what_a_grader_cannot_load_is_found_at_start(make_layer):
-    layer = make_layer("import torch\ndef compute_score(**k): return 1", reward_manager="prime", memory_limit_mb=300)
+    layer = make_layer(
+        "import torch\ndef compute_score(**k): return 1",
+        reward_manager="prime",
+        memory_limit_mb=300,
+    )
     (problem,) = refused(layer)
-    assert problem.startswith("reward_model.reward_manager: ") and "reward_model.memory_limit_mb" in problem
+    assert (
+        problem.startswith("reward_model.reward_manager: ")
+        and "reward_model.memory_limit_mb" in problem
+    )
 
 
 def test_rows_that_cannot_be_sent_are_found_at_start(make_layer):
@@ -381,7 +470,10 @@ def test_rows_that_cannot_be_sent_are_found_at_start(make_layer):
 
 FUNCTIONS = {  # some answer that is tried at start has a score of it
     "a number": ("return float(solution_str)", "7"),
-    "a mark": ("import re; return re.search(r'#### (.+)', solution_str).group(1) == ground_truth", "7"),
+    "a mark": (
+        "import re; return re.search(r'#### (.+)', solution_str).group(1) == ground_truth",
+        "7",
+    ),
     "json": ("import json; return json.loads(solution_str)['answer'] == ground_truth", "7"),
     "tags": ("return solution_str.split('<answer>')[1] == ground_truth", "7"),
     "a box": ("import re; return bool(re.search(r'boxed{(.+?)}', solution_str).group(1))", "7"),
@@ -413,10 +505,15 @@ def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, c
 
 
 def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
-    """Text for scorers has no special tokens: an answer's mark that is one would be scored as missing."""
+    """Text for scorers has no special tokens: an answer's mark that is one would be scored as
+    missing."""
     hops = make_layer(), row("lab/hops", "d")
     marked = make_layer("return float('<ans>' + ground_truth in solution_str)"), row()
-    for (layer, asked), special, told in ((hops, "#", True), (hops, "####", False), (marked, "<ans>", True)):
+    for (layer, asked), special, told in (
+        (hops, "#", True),
+        (hops, "####", False),
+        (marked, "<ans>", True),
+    ):
         caplog.clear()
         tokenizer = tiny_tokenizer()
         tokenizer.add_tokens([AddedToken(special, special=True)])
@@ -424,7 +521,9 @@ def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
         assert (f"looks for '{special}'," in caplog.text) is told
 
 
-@pytest.mark.parametrize("hooks", [(lambda *_: 0.5, lambda _: True), (lambda score, _: score, lambda _: None)])
+@pytest.mark.parametrize(
+    "hooks", [(lambda *_: 0.5, lambda _: True), (lambda score, _: score, lambda _: None)]
+)
 def test_a_hook_that_returns_the_wrong_type_is_told_before_a_model_loads(hooks):
     row = SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
     with pytest.raises(InputError, match="returned (float 0.5|NoneType None)"):

@@ -1,4 +1,5 @@
-"""Episodes: one stream of ids with a mask, seeds a turn, budgets, tools that hold nobody up, exact replays."""
+"""Episodes: one stream of ids with a mask, seeds a turn, budgets, tools that hold nobody up, exact
+replays."""
 
 from __future__ import annotations
 
@@ -27,11 +28,18 @@ def ids(text: str) -> list[int]:
 
 
 def prompt(text: str = "Q: ", ordinal: int = 3) -> Prompt:
-    return Prompt(ordinal, f"q{ordinal}", tuple(ids(text)), ({"role": "user", "content": text},), "a", "test")
+    return Prompt(
+        ordinal, f"q{ordinal}", tuple(ids(text)), ({"role": "user", "content": text},), "a", "test"
+    )
 
 
-def episode(engine, response: int = 100, turn: int = 100, index: int = 0, ordinal: int = 3) -> Episode:
-    sampler, sampling = TrajectorySampler(engine, TOKENIZER, run_seed=1), SamplingParams(max_tokens=999)
+def episode(
+    engine, response: int = 100, turn: int = 100, index: int = 0, ordinal: int = 3
+) -> Episode:
+    sampler, sampling = (
+        TrajectorySampler(engine, TOKENIZER, run_seed=1),
+        SamplingParams(max_tokens=999),
+    )
     return Episode(prompt(ordinal=ordinal), index, sampling, Limits(response, turn), sampler)
 
 
@@ -61,7 +69,8 @@ def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
     asyncio.run(two_turns(e))
     t = e.trajectory()
     first, second = ids("so <ask>x</ask>"), [*ids("4"), 1]
-    added = [one for (one,) in map(ids, "[<eos> it is 4]")]  # what looks like a special token stays text
+    # What looks like a special token stays text
+    added = [one for (one,) in map(ids, "[<eos> it is 4]")]
     assert t.response_ids.tolist() == first + added + second
     assert t.response_mask.tolist() == [True] * len(first) + [False] * len(added) + [True] * 2
     assert t.logprobs.tolist() == [LOGPROB] * len(first) + [0.0] * len(added) + [LOGPROB] * 2
@@ -101,7 +110,9 @@ def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated
     turns=st.lists(st.text("abc", min_size=1, max_size=9), min_size=45, max_size=45),
     answers=st.lists(st.text("xyz", min_size=1, max_size=9), max_size=12),
 )
-def test_no_limit_is_ever_passed_and_every_id_is_where_it_was_sampled(response, turn, turns, answers):
+def test_no_limit_is_ever_passed_and_every_id_is_where_it_was_sampled(
+    response, turn, turns, answers
+):
     engine, gave, left = scripted(*turns), [], list(answers)
     sample = engine.sample
 
@@ -149,8 +160,13 @@ def test_tags_that_an_answer_s_text_lacks_are_refused(special):
 def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):
     key = "actor_rollout_ref.rollout.agent_loop"
     path = tmp_path / "parrot.py"
-    path.write_text("from core.rollout.agent_loop import AgentLoop\n\nclass Parrot(AgentLoop):\n    pass\n")
+    path.write_text(
+        "from core.rollout.agent_loop import AgentLoop\n\nclass Parrot(AgentLoop):\n    pass\n"
+    )
     assert make_agent_loop(compose("grpo", []), TOKENIZER) is None
-    assert type(make_agent_loop(compose("grpo", [f"{key}={path}:Parrot"]), TOKENIZER)).__name__ == "Parrot"
+    assert (
+        type(make_agent_loop(compose("grpo", [f"{key}={path}:Parrot"]), TOKENIZER)).__name__
+        == "Parrot"
+    )
     with pytest.raises(InputError, match="is no agent loop"):
         make_agent_loop(compose("grpo", [f"{key}=core.types:Segment"]), TOKENIZER)

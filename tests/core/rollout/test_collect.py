@@ -21,12 +21,15 @@ from reward_scores.score import Score
 
 def group(ordinal: int, length: int = 3, version: int = 0) -> ScoredGroup:
     prompt = Prompt(ordinal, f"q{ordinal}", (1, 2), (), "a", "test")
-    trajectory = Trajectory([1, 2], [5] * length, [True] * length, [-1.0] * length, (), Stop.EOS, version, 0)
+    trajectory = Trajectory(
+        [1, 2], [5] * length, [True] * length, [-1.0] * length, (), Stop.EOS, version, 0
+    )
     return ScoredGroup(prompt, (trajectory,), (Score(1.0),))
 
 
 class Rollouts:
-    """Groups that take a random number of turns of the event loop; remembers what was begun and aborted."""
+    """Groups that take a random number of turns of the event loop; remembers what was begun and
+    aborted."""
 
     def __init__(self, seed: int, version: int = 0, longest: int = 30):
         self.random = random.Random(seed)
@@ -53,7 +56,16 @@ def passes(share: float, seed: int = 0):
     return lambda g: random.Random(f"{seed}/{g.prompt.ordinal}").random() < share
 
 
-def run(rollouts, keep, state=None, wanted=5, in_flight=8, drawn=10_000, raise_on_exhausted=True, **kwargs):
+def run(
+    rollouts,
+    keep,
+    state=None,
+    wanted=5,
+    in_flight=8,
+    drawn=10_000,
+    raise_on_exhausted=True,
+    **kwargs,
+):
     limits = CollectLimits(wanted, in_flight, drawn, raise_on_exhausted)
     return asyncio.run(collect(rollouts, keep, state or CollectState(), limits, **kwargs))
 
@@ -75,7 +87,9 @@ def ordinals(collected):
     in_flight=st.integers(1, 30),
     keep_rate=st.floats(0.01, 1.0),
 )
-def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(timing, share, wanted, in_flight, keep_rate):
+def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(
+    timing, share, wanted, in_flight, keep_rate
+):
     keep, state = passes(share), CollectState(next_ordinal=3, keep_rate=keep_rate)
     rollouts = Rollouts(timing)
     result = run(rollouts, keep, state, wanted, in_flight)
@@ -91,7 +105,9 @@ def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(timing, sh
 
 @settings(max_examples=20, deadline=None)
 @given(timing=st.integers(0, 10**6), share=st.floats(0.2, 1.0), carries=st.booleans())
-def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skipped(timing, share, carries):
+def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skipped(
+    timing, share, carries
+):
     keep, state, trained = passes(share), CollectState(), []
     for step in range(8):
         rollouts = Rollouts(timing + step, version=step, longest=60)
@@ -104,7 +120,8 @@ def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skippe
 @settings(max_examples=30, deadline=None)
 @given(timing=st.integers(0, 10**6), share=st.floats(0.2, 0.9))
 def test_without_staleness_each_step_s_own_policy_judges_every_ordinal(timing, share):
-    """A surplus ordinal that the last policy dropped, if it had finished, must not be lost to the next one."""
+    """A surplus ordinal that the last policy dropped, if it had finished, must not be lost to the
+    next one."""
 
     def keep(g):
         return random.Random(f"{g.version}/{g.prompt.ordinal}").random() < share
@@ -133,7 +150,10 @@ def test_without_a_filter_exactly_the_wanted_groups_are_begun():
     rollouts = Rollouts(0)
     result = run(rollouts, lambda g: True, wanted=6, in_flight=100)
     assert sorted(rollouts.begun) == list(range(6)) and not rollouts.aborted
-    assert result.metrics["collect/wasted_tokens"] == 0 and result.metrics["collect/prompts_drawn"] == 6
+    assert (
+        result.metrics["collect/wasted_tokens"] == 0
+        and result.metrics["collect/prompts_drawn"] == 6
+    )
 
 
 def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
@@ -145,7 +165,9 @@ def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
     with pytest.raises(Exhausted, match=r"20 groups.*after 30 prompts.*gen_batch_size"):
         run(Rollouts(0), keep, wanted=20, in_flight=10, drawn=30)
     with pytest.raises(Exhausted, match="0 of the 3"):
-        run(Rollouts(0), lambda g: False, wanted=3, in_flight=10, drawn=12, raise_on_exhausted=False)
+        run(
+            Rollouts(0), lambda g: False, wanted=3, in_flight=10, drawn=12, raise_on_exhausted=False
+        )
 
 
 def test_a_fault_in_a_rollout_and_a_request_to_stop_abort_the_others():

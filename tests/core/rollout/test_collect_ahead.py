@@ -1,4 +1,5 @@
-"""One step off-policy: the next collection behind the update, the same outcome whatever the timing, nothing lost."""
+"""One step off-policy: the next collection behind the update, the same outcome whatever the timing,
+nothing lost."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def passes(ordinal: int, version: int, share: float) -> bool:
 
 
 def written_out(steps: int, passing, wanted: int = P):
-    """(ordinal, version) of every group of every step, written out without a clock: as many ordinals as the last step
-    went through, and a tenth, belong to the policy before last, the others to the last one."""
+    """(ordinal, version) of every group of every step, written out without a clock: as many
+    ordinals as the last step went through, and a tenth, belong to the policy before last, the
+    others to the last one."""
     first, window, trained = 0, 0, []
     for step in range(1, steps + 1):
         chosen, ordinal = [], first
@@ -54,7 +56,8 @@ def written_out(steps: int, passing, wanted: int = P):
     stop_after=st.integers(0, STEPS),
 )
 def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_flight, stop_after):
-    """Verdicts depend on the policy here, so a sample of another version than expected would change what is trained."""
+    """Verdicts depend on the policy here, so a sample of another version than expected would change
+    what is trained."""
     state, trained, limits = CollectState(), [], CollectLimits(P, in_flight, 10_000)
 
     def keep(g):
@@ -77,7 +80,9 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
             finished.remove(ordinal)
         assert len(finished) == len(set(finished))
         assert list(state.carried) == list(collected.window)
-        assert state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
+        assert (
+            state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
+        )
         assert {verdict.version for verdict in state.carried.values()} == {step - 1}
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
@@ -91,7 +96,10 @@ def folder(tmp_path_factory):
 
 class Trainer(scripted(RayDAPOTrainer)):
     def complete_step(self, groups_P, batch, metrics):
-        self.details = [*getattr(self, "details", []), [(g.prompt.ordinal, g.version) for g in groups_P]]
+        self.details = [
+            *getattr(self, "details", []),
+            [(g.prompt.ordinal, g.version) for g in groups_P],
+        ]
         super().complete_step(groups_P, batch, metrics)
 
 
@@ -119,13 +127,22 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(folder, overlapping):
-    runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
+    runs = [
+        fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping)
+        for timing in (1, 2)
+    ]
     for run in runs:
         assert run.details == written_out(STEPS, mixed)
-    ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
+    ages = [
+        step - 1 - version
+        for step, one in enumerate(runs[0].details, start=1)
+        for _, version in one
+    ]
     assert set(ages) == {0, 1}
     rows = load_run(runs[0].run.run_dir).metrics
-    assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
+    assert all(
+        ("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows
+    )
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
@@ -133,7 +150,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
     for killed_after in (1, 6):
         part = folder / f"part{killed_after}"
         shutil.copytree(whole.run.run_dir, part)
-        for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
+        # What a process killed in the next step leaves
+        for step in range(killed_after + 1, STEPS + 1):
             shutil.rmtree(part / f"global_step_{step}")
         (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
         again = fit(folder, part.name, *STALE, timing=5)
@@ -147,14 +165,21 @@ def test_a_run_that_goes_on_without_staleness_trains_no_answer_of_an_older_polic
     shutil.copytree(stale.run.run_dir, part)
     shutil.rmtree(part / "global_step_3")
     (part / "latest_checkpointed_iteration.txt").write_text("2")
-    turned = fit(folder, part.name, "trainer.max_staleness=0", "trainer.resume_with_changes=True", steps=4)
+    turned = fit(
+        folder, part.name, "trainer.max_staleness=0", "trainer.resume_with_changes=True", steps=4
+    )
     assert [{version for _, version in one} for one in turned.details] == [{2}, {3}]
 
 
 def test_on_policy_nothing_is_collected_ahead(folder):
     run = fit(folder, "on-policy", steps=3)
-    assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
-    assert not run.state.collect.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
+    assert all(
+        step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one
+    )
+    assert (
+        not run.state.collect.carried
+        and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
+    )
 
 
 def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
@@ -171,7 +196,9 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
     # A fault in the collection surfaces once the step that trains beside it is complete
     cases = ((lambda *_: "1", report, "a learner", 1), (respond, lambda step: {}, "an engine", 2))
     for answer, reported, died, complete in cases:
-        run = scripted()(configured(folder, died, *STALE), answer, random_latency(0), reported).init_workers()
+        run = scripted()(
+            configured(folder, died, *STALE), answer, random_latency(0), reported
+        ).init_workers()
         run.workers.overlaps = True
         with pytest.raises(RuntimeError, match=f"{died} died"):
             run.fit()
@@ -193,8 +220,12 @@ def compute_score(solution_str, **rest):
 def test_answers_ahead_are_graded_where_a_function_may_use_signals(folder, tmp_path):
     (tmp_path / "alarm.py").write_text(ALARM)
     function = f"custom_reward_function.path={tmp_path}/alarm.py"
-    run = scripted()(configured(folder, "alarm", *STALE, function, steps=3), lambda *_: "1").init_workers()
+    run = scripted()(
+        configured(folder, "alarm", *STALE, function, steps=3), lambda *_: "1"
+    ).init_workers()
     run.workers.overlaps = True
     run.fit()
     rows = load_run(run.run.run_dir).metrics
-    assert [(row.get("reward/failed_rate", 0.0), row["critic/score/mean"]) for row in rows] == [(0.0, 1.0)] * 3
+    assert [(row.get("reward/failed_rate", 0.0), row["critic/score/mean"]) for row in rows] == [
+        (0.0, 1.0)
+    ] * 3

@@ -15,7 +15,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 
 class Slow:
-    """Scores that take a random number of the event loop's turns: some of them several steps of the engine."""
+    """Scores that take a random number of the event loop's turns: some of them several steps of the
+    engine."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -41,7 +42,9 @@ def test_results_are_handed_out_together_and_in_order():
         order = []
 
         async def one(number):
-            result = await barrier.run("scores", lambda: slow.score(number if number != 7 else None))
+            result = await barrier.run(
+                "scores", lambda: slow.score(number if number != 7 else None)
+            )
             assert not barrier._round  # the last one's score is there
             order.append((number, result.value))
 
@@ -54,11 +57,14 @@ def test_results_are_handed_out_together_and_in_order():
         assert not await barrier.settled()
         return order
 
-    assert asyncio.run(watch()) == [(number, float(number)) for number in range(20) if number not in (3, 7)]
+    assert asyncio.run(watch()) == [
+        (number, float(number)) for number in range(20) if number not in (3, 7)
+    ]
 
 
 def decoded_together(seed: int) -> list[tuple[int, ...]]:
-    """Which samples (by seed) each step of the engine decoded, under scores that take their time."""
+    """Which samples (by seed) each step of the engine decoded, under scores that take their
+    time."""
     engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer())
     barrier, slow, steps, step = held(), Slow(seed), [], engine._advance
     engine.before_step = barrier.settled
@@ -73,9 +79,15 @@ def decoded_together(seed: int) -> list[tuple[int, ...]]:
         prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")
 
         async def one(sample):
-            sampling = SamplingParams(max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True)
-            trajectory = await engine.sample(SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample))
-            return trajectory, await barrier.run("scores", lambda: slow.score(int(trajectory.response_ids[-1]) % 2))
+            sampling = SamplingParams(
+                max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True
+            )
+            trajectory = await engine.sample(
+                SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample)
+            )
+            return trajectory, await barrier.run(
+                "scores", lambda: slow.score(int(trajectory.response_ids[-1]) % 2)
+            )
 
         trajectories, scores = zip(*await asyncio.gather(*map(one, range(2))), strict=True)
         return ScoredGroup(prompt, trajectories, scores)

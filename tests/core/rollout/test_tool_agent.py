@@ -1,4 +1,5 @@
-"""The tool agent: calls and users' turns, answered in the chat template's form, within limits, whatever tools do."""
+"""The tool agent: calls and users' turns, answered in the chat template's form, within limits,
+whatever tools do."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from core.config import compose
 from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, check_examples, make_agent_loop
+from core.rollout.agent_loop import (
+    Episode,
+    Limits,
+    TrajectorySampler,
+    check_examples,
+    make_agent_loop,
+)
 from core.rollout.tool_agent import ToolAgentLoop, parse_calls
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
@@ -60,7 +67,10 @@ TEXTS = {"huge": "9" * 500_000, "empty": "", "half": "a\ud83d b\udc00\x00", "end
 class Any(BaseTool):
     """Does what it is asked for by name."""
 
-    tool_schema = {"type": "function", "function": {"name": "any", "parameters": {"required": ["what"]}}}
+    tool_schema = {
+        "type": "function",
+        "function": {"name": "any", "parameters": {"required": ["what"]}},
+    }
 
     async def execute(self, instance_id, parameters, **kwargs):
         what = parameters["what"]
@@ -92,7 +102,8 @@ class Counter(BaseTool):
 
 
 class Checker(BaseInteraction):
-    """Ends the episode at the right number, and asks again at a wrong one; fails where the facts name how."""
+    """Ends the episode at the right number, and asks again at a wrong one; fails where the facts
+    name how."""
 
     async def generate_response(self, instance_id, messages, gold=4, **kwargs):
         said = messages[-1]["content"]
@@ -144,7 +155,9 @@ def loop_of(folder, *options, tools=CALCULATOR, users=None, words=None) -> ToolA
     return ToolAgentLoop(compose("grpo", chosen), words or tokenizer())
 
 
-def played(folder, turns, *options, tools=CALCULATOR, users=None, words=None, extra=None, length=3000):
+def played(
+    folder, turns, *options, tools=CALCULATOR, users=None, words=None, extra=None, length=3000
+):
     """Return the trajectory of one episode whose turns are these, and the loop."""
     loop = loop_of(folder, *options, tools=tools, users=users, words=words)
     return play(loop, turns, extra, length), loop
@@ -172,7 +185,11 @@ def added(trajectory) -> str:
     ("said", "answer", "made"),
     [
         (call("calculator", expression="(3 + 4) * 12"), "84", 1),
-        (call("calculator", expression="__import__('os')"), "error: cannot compute that: Call is not arithmetic", 1),
+        (
+            call("calculator", expression="__import__('os')"),
+            "error: cannot compute that: Call is not arithmetic",
+            1,
+        ),
         (call("calculator", expression=3), "error: 3 is not of type 'string'", 0),
         (call("calculator"), "error: 'expression' is a required property", 0),
         (call("oracle"), "error: there is no tool 'oracle'; there are calculator", 0),
@@ -224,8 +241,12 @@ def test_the_answer_is_framed_by_the_chat_template_outside_the_mask(tmp_path):
     trajectory, _ = played(tmp_path, [ONE_AND_ONE, "2"])
     assert added(trajectory) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
     text = words.decode(trajectory.response_ids)
-    assert text == f"{ONE_AND_ONE}<eos>\n<bos>tool\n2<eos>\n<bos>assistant\n2<eos>"  # the end of the turn once
-    assert words.decode(trajectory.response_ids[trajectory.response_mask]) == f"{ONE_AND_ONE}<eos>2<eos>"
+    # The end of the turn once
+    assert text == f"{ONE_AND_ONE}<eos>\n<bos>tool\n2<eos>\n<bos>assistant\n2<eos>"
+    assert (
+        words.decode(trajectory.response_ids[trajectory.response_mask])
+        == f"{ONE_AND_ONE}<eos>2<eos>"
+    )
     assert trajectory.logprobs[~trajectory.response_mask].sum() == 0
 
 
@@ -241,21 +262,35 @@ TWO_ANSWERS = "\n<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</too
 @pytest.mark.parametrize(
     ("name", "role", "last", "texts", "expected"),
     [
-        ("gemma", "user", "<end_of_turn>", "R", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
+        (
+            "gemma",
+            "user",
+            "<end_of_turn>",
+            "R",
+            "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n",
+        ),
         ("glm4", "tool", "<|observation|>", "R", "\nR<|assistant|>\n"),
         ("gpt-oss", "user", "<|end|>", "R", "<|start|>user<|message|>R<|end|><|start|>assistant"),
         ("base with chatml", "user", "<|endoftext|>", "R", FRAME.format("\nR")),
-        ("chatml", "user", "x", "R", f"<|im_end|>{FRAME.format(chr(10) + 'R')}"),  # a turn that was cut gets its end
-        ("chatml", "tool", "<|im_end|>", "AB", FRAME.format(TWO_ANSWERS)),  # answers of several calls one frame
+        # A turn that was cut gets its end
+        ("chatml", "user", "x", "R", f"<|im_end|>{FRAME.format(chr(10) + 'R')}"),
+        # Answers of several calls one frame
+        ("chatml", "tool", "<|im_end|>", "AB", FRAME.format(TWO_ANSWERS)),
     ],
 )
 def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, texts, expected):
     words, added = tokenizer_of(name), []
     tools, users = (CALCULATOR, None) if role == "tool" else (None, USERS)
-    loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words)
+    loop = loop_of(
+        tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words
+    )
     parts = {"encode": lambda text: [], "add": lambda text, role, ids: added.append(text)}
     stop = Stop.STOP_STRING if last == "x" else Stop.EOS
-    loop.add(role, list(texts), SimpleNamespace(ids=[words.convert_tokens_to_ids(last)], stop=stop, **parts))
+    loop.add(
+        role,
+        list(texts),
+        SimpleNamespace(ids=[words.convert_tokens_to_ids(last)], stop=stop, **parts),
+    )
     assert added == [expected]
 
 
@@ -315,7 +350,9 @@ def test_a_special_token_in_an_answer_is_text_and_its_frame_is_not(tmp_path):
         (None, USERS, [], "role 'user' after an answer"),
     ],
 )
-def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(tmp_path, template, users, options, reason):
+def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(
+    tmp_path, template, users, options, reason
+):
     words, tools = tokenizer(template), None if users else CALCULATOR
     if reason is None:
         return loop_of(tmp_path, *options, tools=tools, users=users, words=words).close()
@@ -338,10 +375,15 @@ def test_tags_of_calls_that_are_special_tokens_are_refused_at_the_start(tmp_path
 
 def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
     loop, words = loop_of(tmp_path), tokenizer()
-    chat, told = [{"role": "user", "content": "1+1"}], "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n"
+    chat, told = (
+        [{"role": "user", "content": "1+1"}],
+        "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n",
+    )
     files = []
     for number, selected in enumerate((None, [])):
-        row = plain_row(number, prompt=chat, extra_info={"index": number, "tool_selection": selected})
+        row = plain_row(
+            number, prompt=chat, extra_info={"index": number, "tool_selection": selected}
+        )
         files.append(write_parquet(tmp_path / f"{number}.parquet", [row]))
     config = data_config(train_files=files, shuffle=False)
     stream = PromptStream(config, words, 1, tools_of=loop.tools_of)
@@ -374,15 +416,23 @@ def test_calls_are_bounded_in_a_turn_and_in_an_episode(tmp_path):
     assert added(one) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
     assert added(both) == "\n<bos>tool\n2<eos>\n<bos>tool\n4<eos>\n<bos>assistant\n"
     assert (one.tool_calls, both.tool_calls) == (1, 2)
-    trajectory, loop = played(tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1")
+    trajectory, loop = played(
+        tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1"
+    )
     metrics = loop.metrics()
-    assert (trajectory.tool_calls, metrics["agent/calls"], metrics["agent/invalid_calls"]) == (1, 2, 0.5)
+    assert (trajectory.tool_calls, metrics["agent/calls"], metrics["agent/invalid_calls"]) == (
+        1,
+        2,
+        0.5,
+    )
     assert "error: no call is left: an episode has 1" in added(trajectory)
 
 
 def test_turns_and_answers_are_bounded(tmp_path):
     with_tools, _ = played(tmp_path, [ONE_AND_ONE] * 9, f"{MULTI}.max_assistant_turns=3")
-    with_user, _ = played(tmp_path, ["3"] * 9, f"{MULTI}.max_assistant_turns=3", users=USERS, extra=USER)
+    with_user, _ = played(
+        tmp_path, ["3"] * 9, f"{MULTI}.max_assistant_turns=3", users=USERS, extra=USER
+    )
     for trajectory in (with_tools, with_user):
         assert added(trajectory).count("<bos>assistant") == 2 == trajectory.turns - 1
     cut_off, _ = played(tmp_path, [ONE_AND_ONE], length=len(ONE_AND_ONE) + 10)
@@ -392,8 +442,13 @@ def test_turns_and_answers_are_bounded(tmp_path):
         ("right", "(truncated)...567890"),
         ("middle", "123...(truncated)...890"),
     ):
-        options = (f"{MULTI}.max_tool_response_length=6", f"{MULTI}.tool_response_truncate_side={side}")
-        trajectory, _ = played(tmp_path, [call("calculator", expression="1234567890"), "2"], *options)
+        options = (
+            f"{MULTI}.max_tool_response_length=6",
+            f"{MULTI}.tool_response_truncate_side={side}",
+        )
+        trajectory, _ = played(
+            tmp_path, [call("calculator", expression="1234567890"), "2"], *options
+        )
         assert f"<bos>tool\n{kept}<eos>" in added(trajectory)
 
 
@@ -414,8 +469,14 @@ def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, capl
 def test_any_text_is_an_answer_and_a_refusal_is_counted(tmp_path):
     turns = [call("any", what=what) for what in (*TEXTS, "refuse")]
     trajectory, loop = played(tmp_path, [*turns, "2"], tools=own("Any"))
-    shown = [text.partition("<eos>\n<bos>assistant")[0] for text in added(trajectory).split("<bos>tool\n")[1:]]
-    assert shown[1:] == ["", "a\ufffd b\ufffd\ufffd", "<eos><bos>", "error: not that"] and len(shown[0]) < 300
+    shown = [
+        text.partition("<eos>\n<bos>assistant")[0]
+        for text in added(trajectory).split("<bos>tool\n")[1:]
+    ]
+    assert (
+        shown[1:] == ["", "a\ufffd b\ufffd\ufffd", "<eos><bos>", "error: not that"]
+        and len(shown[0]) < 300
+    )
     metrics = loop.metrics()
     assert metrics["agent/refused_calls"] == 1 / 5 and metrics["agent/failed_calls"] == 0
 
@@ -430,17 +491,26 @@ def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
 def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
     extra = {"tools_kwargs": {"counter": {"create_kwargs": {"start": [4]}}}}
     for _ in range(2):  # the tool cannot change the data
-        trajectory, loop = played(tmp_path, [call("counter"), call("counter"), "6"], tools=own("Counter"), extra=extra)
-        assert added(trajectory).count("tool\n5<eos>") == added(trajectory).count("tool\n6<eos>") == 1
+        trajectory, loop = played(
+            tmp_path, [call("counter"), call("counter"), "6"], tools=own("Counter"), extra=extra
+        )
+        assert (
+            added(trajectory).count("tool\n5<eos>") == added(trajectory).count("tool\n6<eos>") == 1
+        )
         assert trajectory.tool_rewards == (0.5, 0.5)
     assert Counter.counts == {} and loop.metrics()["agent/tool_state_failures"] == 0
 
 
-@pytest.mark.parametrize(("method", "answer"), [("create", "error: the tool failed: KeyError"), ("release", "1")])
+@pytest.mark.parametrize(
+    ("method", "answer"), [("create", "error: the tool failed: KeyError"), ("release", "1")]
+)
 def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, method, answer):
     monkeypatch.setattr(Counter, method, lambda self, *_, **__: {}["x"])
     trajectory, loop = played(tmp_path, [call("counter"), "2"], tools=own("Counter"))
-    assert f"<bos>tool\n{answer}" in added(trajectory) and loop.metrics()["agent/tool_state_failures"] == 1
+    assert (
+        f"<bos>tool\n{answer}" in added(trajectory)
+        and loop.metrics()["agent/tool_state_failures"] == 1
+    )
 
 
 def test_an_episode_that_is_cancelled_ends_at_once_and_lets_its_tools_go(tmp_path):
@@ -480,7 +550,10 @@ def with_user(folder, turns, *options, length=2000, **facts):
 
 def test_the_user_answers_in_the_template_outside_the_mask_until_the_episode_ends(tmp_path):
     trajectory, loop = with_user(tmp_path, ["3", "4"])
-    words, expected = tokenizer(), "3<eos>\n<bos>user\nnot 3, <eos> again<eos>\n<bos>assistant\n4<eos>"
+    words, expected = (
+        tokenizer(),
+        ("3<eos>\n<bos>user\nnot 3, <eos> again<eos>\n<bos>assistant\n4<eos>"),
+    )
     assert words.decode(trajectory.response_ids) == expected
     assert words.decode(trajectory.response_ids[trajectory.response_mask]) == "3<eos>4<eos>"
     ids = trajectory.response_ids[~trajectory.response_mask].tolist()
@@ -493,7 +566,13 @@ def test_the_user_answers_in_the_template_outside_the_mask_until_the_episode_end
 
 def test_tools_and_a_user_in_one_episode_and_an_example_without_a_user(tmp_path):
     trajectory, loop = with_user(tmp_path, [call("calculator", expression="2 + 2"), "5", "4"])
-    assert [segment.role for segment in trajectory.segments] == ["policy", "tool", "policy", "user", "policy"]
+    assert [segment.role for segment in trajectory.segments] == [
+        "policy",
+        "tool",
+        "policy",
+        "user",
+        "policy",
+    ]
     assert trajectory.tool_calls == 1 and trajectory.user_scores == (-0.5, 1.0)
     assert play(loop, ["3"]).turns == 1
     full, _ = with_user(tmp_path, ["3"], length=9)
@@ -516,7 +595,10 @@ def test_tools_and_a_user_in_one_episode_and_an_example_without_a_user(tmp_path)
 )
 def test_a_user_who_fails_ends_the_episode_which_has_no_score(tmp_path, said, cause):
     trajectory, loop = with_user(tmp_path, ["3", said, "4"], f"{MULTI}.tool_timeout_s=0.2")
-    assert trajectory.failure.startswith("the simulated user checker failed: ") and cause in trajectory.failure
+    assert (
+        trajectory.failure.startswith("the simulated user checker failed: ")
+        and cause in trajectory.failure
+    )
     assert trajectory.turns == 2 and trajectory.user_scores == (-0.5,)
     metrics = loop.metrics()
     assert (metrics["agent/user_turns"], metrics["agent/failed_user_turns"]) == (2, 0.5)

@@ -45,7 +45,10 @@ def test_all_problems_of_a_file_come_together(tmp_path):
         ("class_name: core.rollout.tools:Nothing", "no 'Nothing'"),
         ("config: {}", "class_name Field required"),
         ("{class_name: recipes.lab.tools.Calculator, timeout_s: 5}", "timeout_s Extra inputs"),
-        (f"class_name: {__file__}:PoliteInteraction", "does not extend core.rollout.tools.BaseTool"),
+        (
+            f"class_name: {__file__}:PoliteInteraction",
+            "does not extend core.rollout.tools.BaseTool",
+        ),
         (f"class_name: {__file__}:Broken", "ZeroDivisionError: no"),
         (f"class_name: {__file__}:Exits", "SystemExit: 0"),  # status 0: the run would look finished
         ("class_name: recipes.lab.tools:Calculator", None),
@@ -57,12 +60,17 @@ def test_all_problems_of_a_file_come_together(tmp_path):
     for line, (number, said) in zip(found, expected, strict=True):
         assert f"tool_config_path={tmp_path}/file.yaml: tools[{number}]: " in line and said in line
     assert "cannot be read" in problems_of(tmp_path, "tools: [")[0]
-    (unread,) = problems_of(tmp_path, f"- class_name: {__file__}:PoliteInteraction\n", BaseInteraction)
+    (unread,) = problems_of(
+        tmp_path, f"- class_name: {__file__}:PoliteInteraction\n", BaseInteraction
+    )
     assert "PoliteInteraction.start_interaction" in unread
 
 
 def test_the_file_s_schema_stands_in_place_of_the_class_s(tmp_path):
-    schema = "tool_schema: {type: function, function: {name: shout, parameters: {type: object, required: [x]}}}"
+    schema = (
+        "tool_schema: {type: function, function: {name: shout, parameters: {type: object, "
+        "required: [x]}}}"
+    )
     (tmp_path / "tools.yaml").write_text(f"- class_name: {__file__}:Echo\n  {schema}\n")
     (spec,) = load_listed(tmp_path / "tools.yaml", BaseTool).values()
     assert spec.name == "shout" and spec.problem({}) and spec.problem({"x": 1}) is None
@@ -75,7 +83,10 @@ def test_an_example_chooses_its_tools(tmp_path):
         ({}, ["calculator", "echo"]),
         ({"tool_selection": ["echo"]}, ["echo"]),
         ({"tool_selection": []}, []),
-        ({"tools_kwargs": {"echo": {"create_kwargs": {}}, "calculator": None}}, ["calculator", "echo"]),
+        (
+            {"tools_kwargs": {"echo": {"create_kwargs": {}}, "calculator": None}},
+            ["calculator", "echo"],
+        ),
     ):
         assert list(chosen_tools(tools, extra)) == names
     for extra in ({"tool_selection": ["other"]}, {"tool_selection": "echo"}, {"tools_kwargs": [1]}):

@@ -1,4 +1,5 @@
-"""Calls of untrusted code: whatever a function does costs its own call alone, within its deadline."""
+"""Calls of untrusted code: whatever a function does costs its own call alone, within its
+deadline."""
 
 from __future__ import annotations
 
@@ -161,5 +162,7 @@ async def main():
         except TimeoutError: print("timeout")
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20
+    )
     assert (ran.stdout, ran.returncode) == ("timeout\n" * 3, 0), ran.stderr

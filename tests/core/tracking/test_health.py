@@ -1,4 +1,5 @@
-"""Bounds on a run's health: each is crossed by a scripted run, warns or stops, and the last healthy step is kept."""
+"""Bounds on a run's health: each is crossed by a scripted run, warns or stops, and the last healthy
+step is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.core.scripted_run import configured, prepare, scripted
 
 def bounded(window: int = 10, **bounds: float | None) -> HealthConfig:
     """A configuration in which these checks alone are on."""
-    return HealthConfig(reward_window=window, **{name: {"bound": bounds.get(name)} for name in CHECKS})
+    return HealthConfig(
+        reward_window=window, **{name: {"bound": bounds.get(name)} for name in CHECKS}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,8 @@ def folder(tmp_path_factory):
 
 
 def answers(bad=(), text="3", spared=False):
-    """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``, with a fifth ``spared``."""
+    """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``, with a fifth
+    ``spared``."""
 
     def respond(request, version):
         digit = request.seed % 5
@@ -81,11 +85,18 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     with caplog.at_level(logging.WARNING, logger="core"):
         run = run_of(folder, name).init_workers()
         run.fit()
-    told = [record.getMessage() for record in caplog.records if f"trainer.health.{name}.bound" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if f"trainer.health.{name}.bound" in record.getMessage()
+    ]
     assert run.run.step == 6 and told and told[0].startswith(f"step {4}: ")
-    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics}
+    crossed = {
+        row["step"]: row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics
+    }
     assert crossed[4] == 1 and crossed[3] == 0
-    assert run.run.health.last_healthy_step == (3 if name == "reward_drop" else 6)  # whose window still holds step 5
+    # Whose window still holds step 5
+    assert run.run.health.last_healthy_step == (3 if name == "reward_drop" else 6)
 
 
 def test_what_comes_at_every_step_is_told_once_and_again_after_a_healthy_step(folder, caplog):
@@ -95,16 +106,29 @@ def test_what_comes_at_every_step_is_told_once_and_again_after_a_healthy_step(fo
     with caplog.at_level(logging.WARNING, logger="core"):
         run = scripted()(config, answers(), report=report).init_workers()
         run.fit()
-    told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text]
+    told = [
+        text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text
+    ]
     assert [text.partition(":")[0] for text in told] == ["step 1", "step 5"]
-    assert [row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics] == [1, 1, 1, 0, 1, 1]
+    assert [row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics] == [
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_a_run_that_cannot_learn_is_warned_of_once(folder, caplog):
     with caplog.at_level(logging.WARNING, logger="core"):
         scripted()(configured(folder, "stuck"), answers((2, 3, 4, 5))).init_workers().fit()
     told = [r.getMessage() for r in caplog.records if "steps in a row" in r.getMessage()]
-    assert len(told) == 1 and told[0].startswith("step 4: in 3 steps in a row 100% of the ") and "rollout.n" in told[0]
+    assert (
+        len(told) == 1
+        and told[0].startswith("step 4: in 3 steps in a row 100% of the ")
+        and "rollout.n" in told[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +147,23 @@ def test_the_likeliest_key_is_named_where_nothing_can_be_learned(name, key):
 
 
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
-    """Steps 2 and 3 lose their update; killed after 2, the resumed run must still count two in a row."""
+    """Steps 2 and 3 lose their update; killed after 2, the resumed run must still count two in a
+    row."""
     lose = at("actor/skipped_updates", 1.0, (2, 3))
-    bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
-    first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
+    bounds = [
+        "trainer.health.nonfinite.bound=2",
+        "trainer.save_freq=1",
+        "trainer.health.reward_window=2",
+    ]
+    first = scripted()(
+        configured(folder, "resumed", *bounds, steps=2), answers(), report=lose
+    ).init_workers()
     first.fit()
     assert first.run.health.history[SKIPPED] == [0, 1] and len(first.run.health.history[SCORE]) == 2
     assert DriverState.load(first.run.store.folder(2)).values["health"]["last_healthy_step"] == 2
-    again = scripted()(configured(folder, "resumed", *bounds), answers(), report=lose).init_workers()
+    again = scripted()(
+        configured(folder, "resumed", *bounds), answers(), report=lose
+    ).init_workers()
     assert again.run.health == first.run.health
     with pytest.raises(UnhealthyRun, match="last healthy step is 2"):
         again.fit()
@@ -178,8 +211,16 @@ def test_a_bound_is_crossed_beyond_it(name, values, crossed):
 
 # check, metric, its values in order, the steps at which the bound is crossed, the bound, the window
 TRENDS = [
-    # windows of 3: 3.1 (the outlier is in it), 0.3, 0.6, 0.8, 0.9, 0.7, 0.5 -> drops of 2.8, 2.5, 2.3, 2.2, 2.4, 2.6
-    ("reward_drop", SCORE, [9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [4, 5, 6, 7, 8, 9], 0.4, 3),
+    # windows of 3: 3.1 (the outlier is in it), 0.3, 0.6, 0.8, 0.9, 0.7, 0.5 -> drops of 2.8, 2.5,
+    # 2.3, 2.2, 2.4, 2.6
+    (
+        "reward_drop",
+        SCORE,
+        [9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3],
+        [4, 5, 6, 7, 8, 9],
+        0.4,
+        3,
+    ),
     # windows of 3: .6, .8, .9, .7, .5, of which the third is the best
     ("reward_drop", SCORE, [0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [7], 0.3, 3),
     # over 4 steps: 0, .05, .067, .1, .1, .125, .1, .05
@@ -188,7 +229,9 @@ TRENDS = [
 
 
 @pytest.mark.parametrize(("name", "metric", "values", "expected", "bound", "window"), TRENDS)
-def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name, metric, values, expected, bound, window):
+def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(
+    name, metric, values, expected, bound, window
+):
     config = bounded(window, **{name: bound})
     health, steps = Health(), []
     for step, value in enumerate(values, start=1):

@@ -51,10 +51,16 @@ def test_the_console_shows_what_failed(tmp_path, capsys):
 
 def test_a_score_beyond_0_and_1_is_no_accuracy_on_the_console(tmp_path, capsys):
     tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
-    scores = {"critic/score/mean": -1.07, "reward/acc/mean": -1.07, "val-core/mine/add/acc/mean@1": -2.0}
+    scores = {
+        "critic/score/mean": -1.07,
+        "reward/acc/mean": -1.07,
+        "val-core/mine/add/acc/mean@1": -2.0,
+    }
     tracker.log(metrics_of(3, **scores))
     tracker.close("finished")
-    assert capsys.readouterr().out.strip() == "step 3 | reward -1.070 | mine/add/score/mean@1 -2.000"
+    assert capsys.readouterr().out.strip() == (
+        "step 3 | reward -1.070 | mine/add/score/mean@1 -2.000"
+    )
 
 
 def test_tensorboard_has_metrics(tmp_path):
@@ -131,7 +137,10 @@ def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
     tracker.close("finished")
     assert logged(tmp_path) == [1, "closed"]
     composed = examine("grpo", ["trainer.logger=[console,my_pkg.my_logger:MyLogger]"])
-    assert composed.problems == () and composed.config.trainer.logger == ("console", "my_pkg.my_logger:MyLogger")
+    assert composed.problems == () and composed.config.trainer.logger == (
+        "console",
+        "my_pkg.my_logger:MyLogger",
+    )
     with pytest.raises(InputError, match="trainer.logger=nowhere.at_all:X: no module 'nowhere'"):
         Tracker(tmp_path / "other", with_trainer(logger=("nowhere.at_all:X",)))
 
@@ -142,10 +151,21 @@ def test_a_logger_that_fails_is_switched_off_and_the_run_goes_on(tmp_path, capsy
     for step in range(1, 7):
         tracker.log(metrics_of(step))
     tracker.close("finished")
-    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert logged(tmp_path) == [1] and tracker.manifest["status"] == "finished"
     (warning,) = capsys.readouterr().err.splitlines()
-    assert "trainer.logger=" in warning and "switched off" in warning and error.partition("(")[0] in warning
+    assert (
+        "trainer.logger=" in warning
+        and "switched off" in warning
+        and error.partition("(")[0] in warning
+    )
 
 
 def test_a_logger_that_is_not_installed_is_a_line_before_a_model_loads(tmp_path, monkeypatch):
@@ -162,7 +182,11 @@ def test_a_logger_that_is_not_installed_is_a_line_before_a_model_loads(tmp_path,
 
 
 def test_a_logger_that_cannot_begin_ends_the_run(tmp_path):
-    with pytest.raises(InputError, match=r"Absent: could not begin \(ConnectionError: no route to host\)"):
+    with pytest.raises(
+        InputError,
+        match=r"Absent: could not begin \(ConnectionError: no route to "
+        r"host\)",
+    ):
         own(tmp_path, "Absent")
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
 
@@ -174,7 +198,12 @@ def test_printed_answers_are_the_first_of_each_source(capsys):
     ]
     print_examples(rows, 1)
     text = capsys.readouterr().out
-    assert text.splitlines()[:4] == ["[prompt] q0", "[response] o", "[ground_truth] g", "[score] 0.5"]
+    assert text.splitlines()[:4] == [
+        "[prompt] q0",
+        "[response] o",
+        "[ground_truth] g",
+        "[score] 0.5",
+    ]
     assert text.count("[prompt]") == 2 and "[prompt] q2" in text
     print_examples(rows, 0)
     print_examples([], 3)
@@ -183,13 +212,24 @@ def test_printed_answers_are_the_first_of_each_source(capsys):
 
 @pytest.mark.parametrize("field", ["input", "output", "gts"])
 def test_no_answer_acts_on_the_terminal(field, capsys):
-    """Write to the clipboard, clear the screen, turn the text round, overwrite the line, ring, half a character."""
+    """Write to the clipboard, clear the screen, turn the text round, overwrite the line, ring, half
+    a character."""
     evil = "\x1b]52;c;aGk=\x07\x1b[2J\u202egnp\u2066\rover\x08\x9b2J\ud800"
-    row = {"data_source": "a", "input": "q", "output": "o", "gts": "g", "score": 0.5, field: f"two\nlines\t{evil}é中"}
+    row = {
+        "data_source": "a",
+        "input": "q",
+        "output": "o",
+        "gts": "g",
+        "score": 0.5,
+        field: f"two\nlines\t{evil}é中",
+    }
     print_examples([row], 1)
     text = capsys.readouterr().out
     assert all(c.isprintable() or c in "\n\t" for c in text)
-    assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
+    assert (
+        "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text
+        and "\\ud800é中" in text
+    )
     console = ConsoleLogger(SimpleNamespace(manifest={}))
     console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
     assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)

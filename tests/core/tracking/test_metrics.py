@@ -1,4 +1,5 @@
-"""Numbers of a step: its data under verl's names, and its seconds, which add up; how far work is."""
+"""Numbers of a step: its data under verl's names, and its seconds, which add up; how far work
+is."""
 
 from __future__ import annotations
 
@@ -21,29 +22,50 @@ from tests.padded import batch_of_padded
 
 def test_throughput_is_a_gpus_share_as_verl_counts_it():
     """verl's compute_throughout_metrics: total_num_tokens / (time * n_gpus)."""
-    config = compose("grpo", ["trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"])
+    config = compose(
+        "grpo", ["trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    )
     metrics = StepMetrics(3)
     metrics.add({"timing_s/step": 20.0})
-    answer = Trajectory([1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0)
-    groups = [ScoredGroup(Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4)]
+    answer = Trajectory(
+        [1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0
+    )
+    groups = [
+        ScoredGroup(
+            Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4
+        )
+    ]
     fields = {"attention_mask": torch.ones(4, 15, dtype=torch.bool), "reward": torch.ones(4)}
-    metrics.add(data_metrics(groups, batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)))
-    assert sum(value for name, value in metrics.values.items() if name.endswith("_rate")) == 1  # an answer has a status
-    assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(60 / 20 / 8)
+    metrics.add(
+        data_metrics(
+            groups, batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)
+        )
+    )
+    # An answer has a status
+    assert sum(value for name, value in metrics.values.items() if name.endswith("_rate")) == 1
+    assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(
+        60 / 20 / 8
+    )
 
 
 def share_of_equal_groups(*groups: tuple[Score, ...]) -> float:
     answer = Trajectory([1], [2], [True], [0.0], (Segment("policy", "x"),), Stop.EOS, 2, 0)
     prompt = Prompt(0, "0", (1,), (), "", "x")
-    scored = [ScoredGroup(prompt, (answer,) * len(group), tuple(s.keeping_raw() for s in group)) for group in groups]
+    scored = [
+        ScoredGroup(prompt, (answer,) * len(group), tuple(s.keeping_raw() for s in group))
+        for group in groups
+    ]
     rows = sum(map(len, groups))
     fields = {"attention_mask": torch.ones(rows, 2, dtype=torch.bool), "reward": torch.ones(rows)}
     mask = torch.tensor([[False, True]]).expand(rows, -1)
-    return data_metrics(scored, batch_of_padded(**fields, response_mask=mask))["reward/zero_variance_share"]
+    return data_metrics(scored, batch_of_padded(**fields, response_mask=mask))[
+        "reward/zero_variance_share"
+    ]
 
 
 def test_groups_of_equal_scores_are_those_whose_scores_train_nothing():
-    """A dense score beside an accuracy of 0 trains; a penalty makes equal scores differ; a failure is no score."""
+    """A dense score beside an accuracy of 0 trains; a penalty makes equal scores differ; a failure
+    is no score."""
     wrong, near = Score(0.2, {"acc": 0.0}), Score(0.5, {"acc": 0.0})
     failed = Score(0.0, {"acc": 0.0}, ScoreStatus.CRASH, masked=True)
     assert share_of_equal_groups((wrong, near), (near, wrong)) == 0.0
@@ -64,7 +86,8 @@ class Now:
 
 
 def play(clock, now, events, blocks):
-    """``events``: (seconds until it, activity, +1 begins or -1 ends); ``blocks`` are those that have begun already."""
+    """``events``: (seconds until it, activity, +1 begins or -1 ends); ``blocks`` are those that
+    have begun already."""
     for wait, activity, change in events:
         now.value += wait
         if change > 0:
@@ -78,13 +101,26 @@ def play(clock, now, events, blocks):
 def test_scoring_behind_decoding_is_not_counted_twice():
     now, begun = Now(), {}
     clock = BusyClock("decode", "reward", now=now)
-    first = [(1, "decode", 1), (2, "decode", 1), (3, "reward", 1), (4, "decode", -1), (5, "decode", -1)]
+    first = [
+        (1, "decode", 1),
+        (2, "decode", 1),
+        (3, "reward", 1),
+        (4, "decode", -1),
+        (5, "decode", -1),
+    ]
     play(clock, now, first, begun)
-    assert clock.take() == {"decode": 14, "reward": 0}  # 2 + 3 + 4 + 5, though two samples decoded for 7 of them
+    # 2 + 3 + 4 + 5, though two samples decoded for 7 of them
+    assert clock.take() == {"decode": 14, "reward": 0}
     play(clock, now, [(6, "reward", -1), (7, "decode", 1), (8, "decode", -1)], begun)
     assert clock.take() == {"decode": 8, "reward": 6}  # nobody was at work for 7
-    blocking = BusyClock("reward", "decode", now=now)  # scoring in the engine's own process holds it up
-    play(blocking, now, [(0, "decode", 1), (2, "reward", 1), (3, "reward", -1), (4, "decode", -1)], {})
+    # Scoring in the engine's own process holds it up
+    blocking = BusyClock("reward", "decode", now=now)
+    play(
+        blocking,
+        now,
+        [(0, "decode", 1), (2, "reward", 1), (3, "reward", -1), (4, "decode", -1)],
+        {},
+    )
     assert blocking.take() == {"decode": 6, "reward": 3}
 
 
@@ -104,7 +140,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    config = configured(folder, "run", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=True")
+    config = configured(
+        folder, "run", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=True"
+    )
     run = scripted()(config, lambda request, version: str(request.seed % 5)).init_workers()
     run.fit()
     return run.run.run_dir
@@ -116,10 +154,15 @@ def test_every_steps_parts_are_the_time_since_the_line_before(finished):
         found = time_parts(row)
         assert sum(found.values()) == pytest.approx(row["timing_s/whole"], rel=1e-9)
         assert found[REST] == pytest.approx(row["timing_s/other"], abs=1e-9) and found[REST] >= 0
-        assert row["timing_s/decode"] + row["timing_s/reward"] <= row["timing_s/gen"] <= row["timing_s/step"]
+        assert (
+            row["timing_s/decode"] + row["timing_s/reward"]
+            <= row["timing_s/gen"]
+            <= row["timing_s/step"]
+        )
         assert row["timing_s/step"] < row["timing_s/whole"]
     assert [row["step"] for row in rows if "timing_s/testing" in row] == [3, 6]
-    assert [row["step"] for row in rows if "timing_s/save_checkpoint" in row] == [3, 5]  # the line after 2 and 4
+    # The line after 2 and 4
+    assert [row["step"] for row in rows if "timing_s/save_checkpoint" in row] == [3, 5]
 
 
 # --- progress ---
@@ -149,4 +192,6 @@ def test_a_log_gets_a_line_a_tenth_and_none_in_between(monkeypatch):
         for _ in range(41):
             now.value += 20.0  # a tenth takes 80 s
             count()
-    assert out.getvalue().splitlines() == [f"validation: {done} of 40 prompts" for done in range(4, 44, 4)]
+    assert out.getvalue().splitlines() == [
+        f"validation: {done} of 40 prompts" for done in range(4, 44, 4)
+    ]

@@ -39,10 +39,14 @@ def test_the_status_follows_how_the_run_ended(tmp_path):
 
 
 def test_the_manifest_has_where_numbers_come_from(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "a=[1, 2]", "b.api_key=geheim"])
+    monkeypatch.setattr(
+        "sys.orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "a=[1, 2]", "b.api_key=geheim"]
+    )
     data = tmp_path / "train.parquet"
     data.write_bytes(b"rows")
-    config = configured({"trainer.seed": 7, "trainer.experiment_name": "x", "data.train_files": (str(data),)})
+    config = configured(
+        {"trainer.seed": 7, "trainer.experiment_name": "x", "data.train_files": (str(data),)}
+    )
     tracker = Tracker(tmp_path / "grpo" / "lab_s7", config)
     tracker.set_total(20)
     tracker.close("finished")
@@ -55,7 +59,10 @@ def test_the_manifest_has_where_numbers_come_from(tmp_path, monkeypatch):
     (session,) = manifest["sessions"]
     assert session["packages"]["numpy"] == np.__version__
     assert session["hardware"]["cores"] >= 1 and session["hardware"]["cpu"]
-    assert session["command"].startswith("python -m recipes.grpo.main_grpo 'a=[1, 2]'") and "geheim" not in text
+    assert (
+        session["command"].startswith("python -m recipes.grpo.main_grpo 'a=[1, 2]'")
+        and "geheim" not in text
+    )
     assert session["started"] <= session["ended"]
 
 
@@ -66,13 +73,20 @@ def test_a_recipe_with_keys_of_its_own_is_known_in_any_folder(tmp_path):
 
 
 def test_the_configuration_is_kept_whole_and_its_changes_are_those_that_were_made(tmp_path):
-    overrides = ["data.train_files=a.parquet", "actor_rollout_ref.actor.clip_ratio_c=4.0", "trainer.experiment_name=x"]
+    overrides = [
+        "data.train_files=a.parquet",
+        "actor_rollout_ref.actor.clip_ratio_c=4.0",
+        "trainer.experiment_name=x",
+    ]
     config = compose("grpo", overrides)
     tracker = Tracker(tmp_path / "grpo" / "run", config)
     tracker.close("finished")
     assert (tracker.run_dir / "config.yaml").read_text() == to_yaml(config)
     changed = tracker.manifest["changed_from_defaults"]
-    assert changed["actor_rollout_ref.actor.clip_ratio_c"] == [3.0, 4.0] and "trainer.seed" not in changed
+    assert (
+        changed["actor_rollout_ref.actor.clip_ratio_c"] == [3.0, 4.0]
+        and "trainer.seed" not in changed
+    )
 
 
 def git(folder: Path, *command: str) -> None:
@@ -90,7 +104,9 @@ def test_git_state_sees_every_change(tmp_path):
     assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["diff_sha256"] is None
     (tmp_path / "results/run").mkdir(parents=True)
     (tmp_path / "results/run/summary.json").write_text("{}\n")
-    assert run_manifest.git_state(tmp_path) == clean, "what an earlier run has left is no change of the code"
+    assert run_manifest.git_state(tmp_path) == clean, (
+        "what an earlier run has left is no change of the code"
+    )
     hashes = set()
     for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n")):
         (tmp_path / name).write_text(text)
@@ -99,7 +115,8 @@ def test_git_state_sees_every_change(tmp_path):
         hashes.add(state["diff_sha256"])
     assert len(hashes) == 3
     (tmp_path / "inside").mkdir()
-    assert run_manifest.git_state(tmp_path / "inside")["commit"] is None  # somebody else's checkout around ours
+    # Somebody else's checkout around ours
+    assert run_manifest.git_state(tmp_path / "inside")["commit"] is None
 
 
 def test_git_is_not_needed(tmp_path, monkeypatch):

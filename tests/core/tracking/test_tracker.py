@@ -33,7 +33,9 @@ def test_a_step_is_on_disk_when_log_returns_and_steps_rise(tmp_path):
     tracker = Tracker(tmp_path / "grpo" / "run", configured())
     value = 0.1 + 0.2  # a number with no short decimal form
     tracker.log(metrics_of(1, **{"critic/score/mean": value}))
-    assert read_jsonl(tracker.run_dir / "metrics.jsonl") == [{"step": 1, "critic/score/mean": value}]
+    assert read_jsonl(tracker.run_dir / "metrics.jsonl") == [
+        {"step": 1, "critic/score/mean": value}
+    ]
     with pytest.raises(ValueError, match="step 1 logged after 1"):
         tracker.log(metrics_of(1))
     tracker.close("finished")
@@ -67,8 +69,14 @@ def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
     run_id = json.loads((tmp_path / "killed" / "manifest.json").read_text())["run_id"]
     finish(Tracker(tmp_path / "killed", configured(), resume_step=5), 6)
     finish(Tracker(tmp_path / "whole", configured()), 0)
-    for name in ["metrics.jsonl", "samples.jsonl", *(f"validation/{step}.jsonl" for step in range(12))]:
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    for name in [
+        "metrics.jsonl",
+        "samples.jsonl",
+        *(f"validation/{step}.jsonl" for step in range(12)),
+    ]:
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes(), name
     manifest = json.loads((tmp_path / "killed" / "manifest.json").read_text())
     assert manifest["run_id"] == run_id and manifest["status"] == "finished"
     assert [s["resumed_from_step"] for s in manifest["sessions"]] == [None, 5]
@@ -86,7 +94,9 @@ def test_what_later_steps_wrote_is_dropped_on_resume_and_a_persons_own_files_sta
     ):
         (tmp_path / name).write_text("")
     Tracker(tmp_path, configured(), resume_step=7).close("stopped")
-    kept = sorted(path.name for folder in ("validation", "trace") for path in (tmp_path / folder).iterdir())
+    kept = sorted(
+        path.name for folder in ("validation", "trace") for path in (tmp_path / folder).iterdir()
+    )
     assert kept == ["0.jsonl", "5.jsonl", "notes.jsonl", "step_000007.json.gz", "step_old.json.gz"]
     assert {row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {0, 5}
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
@@ -119,7 +129,8 @@ def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
 
 @contextmanager
 def full_disk(limit: int = 0):
-    """No file may grow beyond ``limit`` bytes: a write fails with EFBIG, of which the system writes what fits."""
+    """No file may grow beyond ``limit`` bytes: a write fails with EFBIG, of which the system writes
+    what fits."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -150,7 +161,12 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path):
     with full_disk(10), pytest.raises(WriteFailed) as raised:
         Tracker(tmp_path, configured())
     text = str(raised.value)
-    assert str(tmp_path) in text and "File too large" in text and "GiB free" in text and "\n" not in text
+    assert (
+        str(tmp_path) in text
+        and "File too large" in text
+        and "GiB free" in text
+        and "\n" not in text
+    )
 
 
 def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
@@ -164,18 +180,24 @@ def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
 
 
 def test_samples_are_kept_for_the_report(tmp_path):
-    rows = [{"input": f"q{i}", "output": "a", "gts": "b", "score": 0.0, "data_source": "x"} for i in range(100)]
+    rows = [
+        {"input": f"q{i}", "output": "a", "gts": "b", "score": 0.0, "data_source": "x"}
+        for i in range(100)
+    ]
     rows += [{**rows[0], "input": "other", "data_source": "y"}]
     tracker = Tracker(tmp_path, configured())
     tracker.log_samples(5, rows)
     tracker.log_samples(6, rows, last=True)
     tracker.close("finished")
     kept = read_jsonl(tmp_path / "samples.jsonl")
-    assert [row["input"] for row in kept if row["step"] == 6] == [row["input"] for row in rows]  # the last one's whole
+    # The last one's whole
+    assert [row["input"] for row in kept if row["step"] == 6] == [row["input"] for row in rows]
     kept = [row for row in kept if row["step"] == 5]
     assert len({row["input"] for row in kept}) == len(kept) == tracking.KEPT_SAMPLES + 1
     assert {row["step"] for row in kept} == {5} and kept[-1]["input"] == "other"
-    assert [row["input"] for row in spread_out(rows[:10], 3)] == ["q0", "q3", "q6"] and spread_out([], 3) == []
+    assert [row["input"] for row in spread_out(rows[:10], 3)] == ["q0", "q3", "q6"] and spread_out(
+        [], 3
+    ) == []
 
 
 def test_dumps_have_verls_fields(tmp_path):
@@ -187,16 +209,27 @@ def test_dumps_have_verls_fields(tmp_path):
     (row,) = generation_rows(4, [ScoredGroup(prompt, (trajectory,), (score,))], tokenizer)
     Tracker(tmp_path / "run", configured()).dump(tmp_path / "dumps", 4, [row])
     (read,) = read_jsonl(tmp_path / "dumps" / "4.jsonl")
-    verl = {"input": "What?", "output": "It is <r>7", "gts": "7", "score": 0.5, "step": 4, "acc": 1.0}
+    verl = {
+        "input": "What?",
+        "output": "It is <r>7",
+        "gts": "7",
+        "score": 0.5,
+        "step": 4,
+        "acc": 1.0,
+    }
     assert verl.items() <= read.items()
     assert read["overlong"] == -0.5 and read["uid"] == "gsm8k/3" and read["stop"] == "length"
 
 
 def test_statistics_and_reports_import_nothing_heavy():
     code = (
-        "import sys, results.reporting.run_report, core.tracking.tracker, core.tracking.validation\n"
-        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'matplotlib', 'wandb', 'tensorboard', 'datasets'}\n"
+        "import sys, results.reporting.run_report, core.tracking.tracker, "
+        "core.tracking.validation\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'matplotlib', 'wandb', 'tensorboard', "
+        "'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

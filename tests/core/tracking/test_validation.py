@@ -1,4 +1,5 @@
-"""Validation statistics against closed forms, brute force, verl's recorded values and simulated coverage."""
+"""Validation statistics against closed forms, brute force, verl's recorded values and simulated
+coverage."""
 
 from __future__ import annotations
 
@@ -31,8 +32,13 @@ from reward_scores.score import Score, ScoreStatus
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-def record(uid: str, acc: list[float], preds: list[str | None] | None = None, source: str = "s", **more) -> ValRecord:
-    values = {"acc": tuple(map(float, acc)), **{name: tuple(map(float, v)) for name, v in more.items()}}
+def record(
+    uid: str, acc: list[float], preds: list[str | None] | None = None, source: str = "s", **more
+) -> ValRecord:
+    values = {
+        "acc": tuple(map(float, acc)),
+        **{name: tuple(map(float, v)) for name, v in more.items()},
+    }
     return ValRecord(uid, source, values, tuple(preds or ()))
 
 
@@ -41,7 +47,14 @@ def record(uid: str, acc: list[float], preds: list[str | None] | None = None, so
 
 @pytest.mark.parametrize(
     ("df", "quantile"),
-    [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (4, 2.7764451), (5, 2.5705818), (10, 2.2281389)]
+    [
+        (1, 12.7062047),
+        (2, 4.3026527),
+        (3, 3.1824463),
+        (4, 2.7764451),
+        (5, 2.5705818),
+        (10, 2.2281389),
+    ]
     + [(30, 2.0422725), (499, 1.9647294), (20_000, 1.9599640)],
 )
 def test_student_quantiles_are_those_of_the_tables(df, quantile):
@@ -64,7 +77,9 @@ def test_best_of_k_is_the_mean_over_all_subsets(values, data):
 
 
 def test_pass_at_k_is_the_papers_formula():
-    assert best_at_k([1.0] * 3 + [0.0] * 13, 4) == pytest.approx(1 - math.comb(13, 4) / math.comb(16, 4))
+    assert best_at_k([1.0] * 3 + [0.0] * 13, 4) == pytest.approx(
+        1 - math.comb(13, 4) / math.comb(16, 4)
+    )
     with pytest.raises(ValueError, match="k=3.* 2 samples"):
         best_at_k([1.0, 0.0], 3)
 
@@ -87,11 +102,14 @@ def golden_records(inputs: dict) -> list[ValRecord]:
     infos = inputs["infos"]
     records: dict[str, dict[str, list]] = {}
     for i, uid in enumerate(inputs["sample_uids"]):
-        row = records.setdefault(uid, {name: [] for name in infos} | {"source": inputs["data_sources"][i]})
+        row = records.setdefault(
+            uid, {name: [] for name in infos} | {"source": inputs["data_sources"][i]}
+        )
         for name, values in infos.items():
             row[name].append(values[i])
     return [
-        record(uid, row["acc"], row.get("pred"), row["source"], reward=row["reward"]) for uid, row in records.items()
+        record(uid, row["acc"], row.get("pred"), row["source"], reward=row["reward"])
+        for uid, row in records.items()
     ]
 
 
@@ -107,7 +125,9 @@ def test_means_and_spreads_are_verls(case):
             for name, value in expected.items():
                 if name.startswith(("mean@", "std@")):
                     core = "core" if variable == "acc" and name.startswith("mean@") else "aux"
-                    assert ours[f"val-{core}/{source}/{variable}/{name}"] == pytest.approx(value, abs=1e-12), name
+                    assert ours[f"val-{core}/{source}/{variable}/{name}"] == pytest.approx(
+                        value, abs=1e-12
+                    ), name
                     checked += 1
     assert checked >= 2
 
@@ -177,7 +197,12 @@ def test_graded_scores_get_best_and_students_interval():
 
 
 def test_repeated_rows_are_one_question():
-    rows = [record("aime-1", [1]), record("aime-2", [0]), record("aime-1", [0]), record("aime-2", [0])]
+    rows = [
+        record("aime-1", [1]),
+        record("aime-2", [0]),
+        record("aime-1", [0]),
+        record("aime-2", [0]),
+    ]
     names = validation_metrics(rows)
     assert names["val-core/s/acc/mean@2"] == 0.25
     assert names["val-aux/s/num_questions"] == 2
@@ -217,5 +242,8 @@ def test_scores_outside_of_0_to_1_are_marked():
     def metrics(*values):
         return validation_metrics([ValRecord("q", "s", {"acc": values})])
 
-    assert metrics(1.0, -1.0)["val-aux/s/acc/min"] == -1.0 and metrics(0.0, 1.5)["val-aux/s/acc/max"] == 1.5
+    assert (
+        metrics(1.0, -1.0)["val-aux/s/acc/min"] == -1.0
+        and metrics(0.0, 1.5)["val-aux/s/acc/max"] == 1.5
+    )
     assert not [name for name in metrics(0.0, 1.0) if name.endswith(("/min", "/max"))]

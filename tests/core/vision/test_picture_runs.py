@@ -1,4 +1,5 @@
-"""Whole runs with pictures: they train the tower, resume to the bit, export, and leave the tower out where asked."""
+"""Whole runs with pictures: they train the tower, resume to the bit, export, and leave the tower
+out where asked."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from tests.row_files import plain_row, write_parquet
 from tests.tiny import tiny_model
 
 STALE = (
-    *("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=3", "trainer.max_staleness=1"),
+    *(
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.rollout.n=3",
+        "trainer.max_staleness=1",
+    ),
     "algorithm.rollout_correction.rollout_is=sequence",
 )
 
@@ -34,7 +39,10 @@ def files(tmp_path_factory) -> Path:
     for name, count in (("train", 9), ("test", 3)):
         rows = []
         for index in range(count):
-            images = [{"bytes": png(10 * index + i, 28 + 28 * i, 28), "path": None} for i in range(index % 3)]
+            images = [
+                {"bytes": png(10 * index + i, 28 + 28 * i, 28), "path": None}
+                for i in range(index % 3)
+            ]
             prompt = [{"role": "user", "content": "<image>" * len(images) + "?"}]
             rows.append(plain_row(index, prompt=prompt, images=images))
         write_parquet(folder / f"{name}.parquet", rows)
@@ -43,10 +51,15 @@ def files(tmp_path_factory) -> Path:
 
 def trained(files: Path, run: Path, *overrides: str, steps: int = 4) -> dict[str, torch.Tensor]:
     """The policy's weights at the end."""
-    texts = command(files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides)(run)[3:]
+    texts = command(
+        files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides
+    )(run)[3:]
     trainer = RayPPOTrainer(compose("grpo", texts)).init_workers()
     trainer.fit()
-    return {name: value.clone() for name, value in trainer.workers.models.actor.module.state_dict().items()}
+    return {
+        name: value.clone()
+        for name, value in trainer.workers.models.actor.module.state_dict().items()
+    }
 
 
 def lines(run: Path) -> list[dict]:
@@ -64,19 +77,30 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_it_would_have(files, tmp_p
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
     assert lines(tmp_path / "whole")[-1] == lines(tmp_path / "parts")[-1]
     before = load_policy(model_config(files / "model")).state_dict()
-    assert sum(not torch.equal(value, before[name]) for name, value in whole.items() if "visual" in name) > 10
+    assert (
+        sum(
+            not torch.equal(value, before[name])
+            for name, value in whole.items()
+            if "visual" in name
+        )
+        > 10
+    )
 
 
 def test_a_frozen_tower_stays_the_rest_trains_and_an_export_reads_pictures_again(files, tmp_path):
     before = load_policy(model_config(files / "model")).state_dict()
-    after = trained(files, tmp_path / "run", "actor_rollout_ref.actor.freeze_vision_tower=True", steps=2)
+    after = trained(
+        files, tmp_path / "run", "actor_rollout_ref.actor.freeze_vision_tower=True", steps=2
+    )
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved and not any("visual" in name for name in moved)
     export.main([str(tmp_path / "run"), str(tmp_path / "model")])
     model = model_config(tmp_path / "model")
     loaded = load_policy(model).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in after.items())
-    expected = load_modality(model_config(files / "model"), load_tokenizer(model_config(files / "model")))
+    expected = load_modality(
+        model_config(files / "model"), load_tokenizer(model_config(files / "model"))
+    )
     assert load_modality(model, load_tokenizer(model)) == expected and expected.format is not None
     with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):
         freeze_vision_tower(tiny_model())

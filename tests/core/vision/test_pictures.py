@@ -1,4 +1,5 @@
-"""Pictures of prompts: sizes and patches are the processor's, places are expanded once, bad ones are named."""
+"""Pictures of prompts: sizes and patches are the processor's, places are expanded once, bad ones
+are named."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
-from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture, stored_picture
+from core.vision.pictures import (
+    MARKER,
+    TEXT,
+    MediaError,
+    patches,
+    pixels,
+    read_picture,
+    stored_picture,
+)
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -33,7 +42,10 @@ FORMAT, READING = picture_format(), modality()
 
 def row(index, *images, prompt=None, **more):
     content = f"{MARKER * len(images)}how many? {index}" if prompt is None else prompt
-    cells = [image if image is None or isinstance(image, dict) else {"bytes": image, "path": None} for image in images]
+    cells = [
+        image if image is None or isinstance(image, dict) else {"bytes": image, "path": None}
+        for image in images
+    ]
     return plain_row(index, prompt=[{"role": "user", "content": content}], images=cells, **more)
 
 
@@ -185,9 +197,11 @@ def test_a_bad_picture_is_named_with_its_row_before_a_model_loads(tmp_path, kind
 @pytest.mark.parametrize(
     ("images", "prompt", "told"),
     [
-        (2, f"{MARKER} one place", "another number of places <image> than of pictures in 1 row (0: 1 places, 2"),
+        (2, f"{MARKER} one place", "another number of places <image> than of pictures in 1 row "
+                                   "(0: 1 places, 2"),
         (0, MARKER, "1 places, 0 pictures"),
-        (1, f"{MARKER} <|image_pad|>", "or the text holds placeholders in 1 row (0: 2 placeholders, 1 pictures)"),
+        (1, f"{MARKER} <|image_pad|>", "or the text holds placeholders in 1 row (0: 2 "
+                                       "placeholders, 1 pictures)"),
     ],
 )  # fmt: skip
 def test_places_and_pictures_are_counted(tmp_path, images, prompt, told):
@@ -196,8 +210,13 @@ def test_places_and_pictures_are_counted(tmp_path, images, prompt, told):
 
 
 def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
-    assert "the model reads text alone in 1 row (0)" in refused(tmp_path, row(0, png()), modality=TEXT)
-    path = write_parquet(tmp_path / "none.parquet", [{**plain_row(0), "images": None}, {**plain_row(1), "images": []}])
+    assert "the model reads text alone in 1 row (0)" in refused(
+        tmp_path, row(0, png()), modality=TEXT
+    )
+    path = write_parquet(
+        tmp_path / "none.parquet",
+        [{**plain_row(0), "images": None}, {**plain_row(1), "images": []}],
+    )
     assert len(PromptStream(data_config(train_files=[path]), tiny_tokenizer(), 1)) == 2
 
 
@@ -211,7 +230,9 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path):
 
 
 def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", [row(0, png(), png(1, 112, 56), prompt=f"a{MARKER}b{MARKER}c")])
+    path = write_parquet(
+        tmp_path / "a.parquet", [row(0, png(), png(1, 112, 56), prompt=f"a{MARKER}b{MARKER}c")]
+    )
     (prompt,) = load_val_prompts(data_config(val_files=[path]), tokenizer(), READING)
     text = tokenizer().decode(prompt.token_ids)
     marks = ["<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" for count in (4, 8)]

@@ -45,13 +45,17 @@ def sampled(model, asked: list[Prompt], n: int = 3) -> TrainBatch:
     async def sample():
         def one(p: Prompt, i: int):
             params = SamplingParams(max_tokens=6 + 2 * p.ordinal + i, ignore_eos=True)
-            return engine.sample(SampleRequest(p.token_ids, params, 100 * p.ordinal + i, media=p.media))
+            return engine.sample(
+                SampleRequest(p.token_ids, params, 100 * p.ordinal + i, media=p.media)
+            )
 
         return await asyncio.gather(*[one(p, i) for p in asked for i in range(n)])
 
     found = asyncio.run(sample())
     scores = (Score(0.0),) * n
-    return make_batch([ScoredGroup(p, tuple(found[n * i :][:n]), scores) for i, p in enumerate(asked)], 0)
+    return make_batch(
+        [ScoredGroup(p, tuple(found[n * i :][:n]), scores) for i, p in enumerate(asked)], 0
+    )
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -81,13 +85,21 @@ def test_gradients_do_not_depend_on_how_sequences_lie(case):
         policy = Policy(copy.deepcopy(model), temperature=1.0)
         for _, micro in policy.micro_batches_of_rank(size, batch):
             policy.token_stats(micro)[0].mul(micro.response_mask).sum().backward()
-        parts = [value.grad.flatten() for value in policy.module.parameters() if value.grad is not None]
-        tower = [name for name, value in policy.module.named_parameters() if "visual" in name and value.grad is None]
+        parts = [
+            value.grad.flatten() for value in policy.module.parameters() if value.grad is not None
+        ]
+        tower = [
+            name
+            for name, value in policy.module.named_parameters()
+            if "visual" in name and value.grad is None
+        ]
         assert not tower
         return torch.cat(parts)
 
     expected = gradient(SIZES["alone"])
-    torch.testing.assert_close(gradient(SIZES["together"]), expected, atol=1e-5 * float(expected.norm()), rtol=0)
+    torch.testing.assert_close(
+        gradient(SIZES["together"]), expected, atol=1e-5 * float(expected.norm()), rtol=0
+    )
 
 
 def test_the_body_gives_what_transformers_gives(case):
@@ -97,7 +109,11 @@ def test_the_body_gives_what_transformers_gives(case):
     ids = torch.tensor([asked.token_ids])
     pixels = torch.from_numpy(np.concatenate([patches(one) for one in asked.media.pictures]))
     grid = torch.tensor([one.grid for one in asked.media.pictures])
-    inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == 101).int()}
+    inputs = {
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == 101).int(),
+    }
     with torch.no_grad():
         expected = model.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
         media = picture_inputs(model, ids, [asked.media])
@@ -125,6 +141,9 @@ def test_pictures_travel_once_a_prompt_and_only_where_they_are_read():
     batch = sampled(model, prompts("qwen2_5_vl"), n=2)
     part = pickle.loads(pickle.dumps(batch.rows([0, 1]).only(("input_ids", "response_mask"))))
     assert part.media.keys() == {0} and part.media[0] == batch.media[0]
-    sizes = [len(pickle.dumps(sampled(model, [prompt(0, "<image>", picture(1))], n=n))) for n in (1, 8)]
-    assert sizes[1] - sizes[0] < 7 * len(picture(1).data)  # seven more answers, and not one more picture
+    sizes = [
+        len(pickle.dumps(sampled(model, [prompt(0, "<image>", picture(1))], n=n))) for n in (1, 8)
+    ]
+    # Seven more answers, and not one more picture
+    assert sizes[1] - sizes[0] < 7 * len(picture(1).data)
     assert batch.blank_row().media == {}

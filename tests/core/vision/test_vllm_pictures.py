@@ -1,4 +1,5 @@
-"""vLLM reads the learner's own pixels: equal log-probs, before and after new weights, of each kind of model."""
+"""vLLM reads the learner's own pixels: equal log-probs, before and after new weights, of each kind
+of model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not t
 N = 3  # answers a prompt
 
 
-@pytest.fixture(scope="module", params=[KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])])
+@pytest.fixture(
+    scope="module",
+    params=[KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])],
+)
 def engine(request, tmp_path_factory):
     folder = save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
     model = model_config(folder)
@@ -37,7 +41,9 @@ def engine(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_engine_and_learner_have_equal_log_probs_also_of_pictures_seen_before_new_weights(engine, seed):
+def test_engine_and_learner_have_equal_log_probs_also_of_pictures_seen_before_new_weights(
+    engine, seed
+):
     model, asked = vision_model(engine.kind, seed), prompts(engine.kind)
     engine.update_weights(model.state_dict().items(), seed)
 
@@ -50,8 +56,12 @@ def test_engine_and_learner_have_equal_log_probs_also_of_pictures_seen_before_ne
 
     found = asyncio.run(sample())
     assert all(tuple(found[N * i].prompt_ids) == prompt.token_ids for i, prompt in enumerate(asked))
-    groups = [ScoredGroup(p, tuple(found[N * i :][:N]), (Score(0.0),) * N) for i, p in enumerate(asked)]
+    groups = [
+        ScoredGroup(p, tuple(found[N * i :][:N]), (Score(0.0),) * N) for i, p in enumerate(asked)
+    ]
     batch = make_batch(groups, 0)
-    log_prob, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(batch, MicroBatchSize(max_sequences=16))
+    log_prob, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(
+        batch, MicroBatchSize(max_sequences=16)
+    )
     mask = batch.response_mask
     torch.testing.assert_close(batch.rollout_log_probs[mask], log_prob[mask], atol=1e-5, rtol=0)

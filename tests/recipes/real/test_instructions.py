@@ -13,7 +13,8 @@ from reward_scores import scorer_for
 from reward_scores.instructions import CHECKS
 
 TEXT = (
-    "Lighthouses are tall, bright towers that guide ships at night, keeping sailors safe. They are old. Some are red."
+    "Lighthouses are tall, bright towers that guide ships at night, keeping sailors safe. They "
+    "are old. Some are red."
 )
 
 
@@ -24,7 +25,11 @@ def test_held_out_prompts_share_no_topic_word_or_number_with_training():
 
 def test_every_kind_of_constraint_is_asked_for_and_every_ground_truth_can_be_checked():
     instructions = list(instructions_of(HELD_OUT, 200, seed=1))
-    assert {constraint[0] for one in instructions for constraint in one.constraints} == set(CHECKS) == set(WORDING)
+    assert (
+        {constraint[0] for one in instructions for constraint in one.constraints}
+        == set(CHECKS)
+        == set(WORDING)
+    )
     scorer = scorer_for("real/instructions")
     assert all(scorer.problem(one.ground_truth) is None for one in instructions)
 
@@ -35,14 +40,21 @@ def test_a_rewritten_text_keeps_its_constraints():
     assert sum(text is not None for text in rewritten) > 270
     scorer = scorer_for("real/instructions")
     assert all(
-        scorer(text, one.ground_truth).value == 1 for one, text in zip(instructions, rewritten, strict=True) if text
+        scorer(text, one.ground_truth).value == 1
+        for one, text in zip(instructions, rewritten, strict=True)
+        if text
     )
 
 
 def test_demonstrations_are_of_training_topics_and_differ():
-    answers = [{"prompt": f"<user>{opening(topic)}</user>", "response": TEXT} for topic in TRAIN.topics[:20]]
+    answers = [
+        {"prompt": f"<user>{opening(topic)}</user>", "response": TEXT}
+        for topic in TRAIN.topics[:20]
+    ]
     rows = list(demonstrations(answers, 60))
-    assert len({(line["prompt"][0]["content"], line["response"]) for line in rows}) == len(rows) == 60
+    assert (
+        len({(line["prompt"][0]["content"], line["response"]) for line in rows}) == len(rows) == 60
+    )
     scorer = scorer_for("real/instructions")
     for line in rows:
         assert scorer(line["response"], line["reward_model"]["ground_truth"]).value == 1

@@ -36,5 +36,8 @@ def test_what_was_made_with_another_model_is_not_taken_for_this_ones(tmp_path):
     command = ["bash", str(ROOT / "recipes/real/start.sh"), "sft"]
     environment = {**os.environ, "REAL_MODEL": "HuggingFaceTB/SmolLM2-360M"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    told = "REAL_MODEL=HuggingFaceTB/SmolLM2-360M: outputs/real was made with ./outputs/real/model; remove outputs/real"
+    told = (
+        "REAL_MODEL=HuggingFaceTB/SmolLM2-360M: outputs/real was made with "
+        "./outputs/real/model; remove outputs/real"
+    )
     assert done.returncode == 2 and done.stderr.startswith(told)

@@ -1,4 +1,5 @@
-"""Passages, arithmetic and search: what is held out, that every row can be graded, and what missing data is told."""
+"""Passages, arithmetic and search: what is held out, that every row can be graded, and what missing
+data is told."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ CITIES = [f"City{number}" for number in range(700)]
 
 @pytest.fixture
 def data_dir(tmp_path, monkeypatch):
-    """A folder of public data: a question about every city, two of them about each of the first hundred."""
+    """A folder of public data: a question about every city, two of them about each of the first
+    hundred."""
     folder = tmp_path / "data"
     (folder / "nq_open_oracle").mkdir(parents=True)
     (folder / "wiki_passages").mkdir()
 
     def example(city, question, answer):
-        page = {"title": city, "text": f"{city} is a town. Its mayor is {answer}, who came from the coast."}
+        page = {
+            "title": city,
+            "text": f"{city} is a town. Its mayor is {answer}, who came from the coast.",
+        }
         return {"question": question, "answers": [answer, f"Mayor {answer}"], "ctxs": [page]}
 
-    examples = [example(city, f"who is the mayor of {city}", f"Name{at}") for at, city in enumerate(CITIES)]
-    examples += [example(city, f"who governs {city} today", f"Name{at}") for at, city in enumerate(CITIES[:100])]
+    examples = [
+        example(city, f"who is the mayor of {city}", f"Name{at}") for at, city in enumerate(CITIES)
+    ]
+    examples += [
+        example(city, f"who governs {city} today", f"Name{at}")
+        for at, city in enumerate(CITIES[:100])
+    ]
     examples.append({**examples[0], "ctxs": [{"title": "Long", "text": "word " * 101}]})
     with gzip.open(folder / passages.NQ_FILE, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in examples)
@@ -52,10 +62,15 @@ def test_every_row_of_a_task_can_be_graded_and_the_files_repeat(data_dir, tmp_pa
         with subtests.test(task=task):
             first, again = (write_task(task, tmp_path / name) for name in ("one", "two"))
             assert [one.sha256 for one in first] == [one.sha256 for one in again]
-            assert {"train", "test", "train_random", "train_shuffled"} <= {one.path.stem for one in first}
+            assert {"train", "test", "train_random", "train_shuffled"} <= {
+                one.path.stem for one in first
+            }
             for written in first:
                 for line in rows(written.path)[:50]:
-                    scorer, gold = scorer_for(line["data_source"]), line["reward_model"]["ground_truth"]
+                    scorer, gold = (
+                        scorer_for(line["data_source"]),
+                        line["reward_model"]["ground_truth"],
+                    )
                     assert scorer.problem(gold) is None
                     assert "response" not in line or scorer(line["response"], gold).value == 1
 
@@ -65,13 +80,20 @@ def test_no_page_is_in_two_splits_and_long_passages_are_left_out(data_dir):
     splits = passages.split_questions(questions)
     titles = [{question.title for question in chosen} for chosen in splits.values()]
     assert not titles[0] & titles[1] and not titles[0] & titles[2] and not titles[1] & titles[2]
-    assert sum(map(len, splits.values())) == len(questions) == 800 and "Long" not in set().union(*titles)
-    assert [passages.HELD_OUT <= len(splits["test"]) <= passages.HELD_OUT + 1, len(splits["train"]) > 150] == [True] * 2
+    assert sum(map(len, splits.values())) == len(questions) == 800 and "Long" not in set().union(
+        *titles
+    )
+    assert [
+        passages.HELD_OUT <= len(splits["test"]) <= passages.HELD_OUT + 1,
+        len(splits["train"]) > 150,
+    ] == [True] * 2
 
 
 def test_held_out_operands_are_in_no_other_split():
     splits = arithmetic.split_pairs()
-    assert len({pair for pairs in splits.values() for pair in pairs}) == sum(map(len, splits.values()))
+    assert len({pair for pairs in splits.values() for pair in pairs}) == sum(
+        map(len, splits.values())
+    )
     test, train = (
         {tuple(sorted(line["extra_info"]["operands"])) for line in arithmetic.rows_of()[name]}
         for name in ("test", "train")
@@ -111,7 +133,9 @@ class Characters:
         return f"<user>{messages[-1]['content']}<assistant>"
 
 
-def test_an_episode_is_two_turns_of_the_policy_with_the_gold_passage_between_them(data_dir, tmp_path):
+def test_an_episode_is_two_turns_of_the_policy_with_the_gold_passage_between_them(
+    data_dir, tmp_path
+):
     search.write_corpus(tmp_path / "corpus.jsonl")
     build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
     retriever = make_retriever(RetrieverOptions(index=tmp_path / "index", mmap=False))
@@ -125,8 +149,14 @@ def test_an_episode_is_two_turns_of_the_policy_with_the_gold_passage_between_the
                 pieces.append(["", written])
             pieces[-1][0] += character
         (ask, yes), (shown, no), (answer, also) = pieces
-        assert (yes, no, also) == (True, False, True) and ask.endswith("</search>") and answer.endswith("</answer>")
+        assert (
+            (yes, no, also) == (True, False, True)
+            and ask.endswith("</search>")
+            and answer.endswith("</answer>")
+        )
         assert parse_action(ask).kind == "search" and "<information>" in shown
         gold = line["reward_model"]["ground_truth"]
-        assert scorer_for(search.DATA_SOURCE)(answer, gold).value == 1 and gold["target"][0] in shown
+        assert (
+            scorer_for(search.DATA_SOURCE)(answer, gold).value == 1 and gold["target"][0] in shown
+        )
         assert line["prompt"] == "".join(map(chr, line["prompt_ids"]))
