@@ -71,20 +71,16 @@ def schemas() -> list[type[Config]]:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """Return flat key -> default, of every recipe: one that another recipe's record holds means
-    nothing."""
+    """Return flat key -> default of every recipe: in another recipe's record it means nothing."""
     return {key: value for schema in schemas() for key, value in convert.as_json(schema()).items()}
 
 
 def _leaves(
     values: Mapping[str, Any], schema: type[Config], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, without
-    those that are gone."""
+    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if key in verl_names.table()["gone"]:
-            continue
         if isinstance(value, Mapping) and value and not convert.known(key, schema):
             yield from _leaves(value, schema, f"{key}.")
         else:
@@ -92,31 +88,27 @@ def _leaves(
 
 
 def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
-    """Return a recorded configuration as a tree of what the schema has, without secrets, which it
-    does not hold."""
+    """Return a recorded configuration as a tree of the schema's keys, without secrets."""
     leaves = _leaves(without_hidden(values), schema)
     return convert.nested({key: value for key, value in leaves if convert.known(key, schema)})
 
 
 def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
-    """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested
-    or flat.
+    """Return flat key -> value (as JSON has it) of a configuration that any version wrote.
 
-    A key that ``values`` lacks has its default, which may follow from others. What the schema
-    refuses or lacks is as it was recorded, but for other recipes' defaults. So two versions'
+    ``values`` may be nested or flat. A key that it lacks has its default, which may follow from
+    others. A value that the schema refuses is as it was recorded, and so is a key of another
+    recipe, if it was changed. A key that no recipe has any more counts as nothing. So two versions'
     records of the same settings are equal.
     """
     problems: list[Problem] = []
-    complete = convert.as_json(
-        resolve(validated(schema, own_tree(values, schema), problems), recipe)
-    )
-    left = (
-        (key, value) for key, value in _leaves(values, schema) if not convert.known(key, schema)
-    )
-    lacking = {
-        key: value for key, value in left if key not in _defaults() or _defaults()[key] != value
-    }
-    return complete | lacking | {problem.key: problem.value for problem in problems}
+    tree = own_tree(values, schema)
+    complete = convert.as_json(resolve(validated(schema, tree, problems), recipe))
+    for key, value in _leaves(values, schema):
+        default = _defaults().get(key, value)
+        if not convert.known(key, schema) and value != default:
+            complete[key] = value
+    return complete | {problem.key: problem.value for problem in problems}
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:

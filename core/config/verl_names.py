@@ -171,8 +171,6 @@ def read(key: str, value: Any, line: Composed) -> Interpretation | None:
         (names["no_effect"][form] for form in forms if form in names["no_effect"]), None
     ):
         return Interpretation(unused=reason)
-    if key in names["gone"]:
-        return Interpretation(rule="is gone", fix=names["gone"][key])
     known = convert.known(key, line.schema) or nearest(key, convert.all_keys(line.schema))
     for pattern, rule, fix in sorted(names["refused"], key=lambda entry: entry[0] != key):
         if key == pattern or not known and fnmatchcase(key, pattern):
@@ -252,7 +250,7 @@ def table(recipe: str = "") -> dict[str, Any]:
     """
     own = recipes.folder(recipe) / "verl_keys.yaml"
     tables = [convert.read_table(path) for path in (FILE, own) if path.exists()]
-    mappings = ("same", "means", "values", "hints", "gone", "files", "older")
+    mappings = ("same", "means", "values", "hints", "files", "older")
     joined = {
         name: {k: v for one in tables for k, v in one.get(name, {}).items()} for name in mappings
     }
