@@ -38,6 +38,7 @@ from core.config import (
 )
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show
+from core.dry_run import is_dry_run
 from core.errors import (
     FULL,
     InputError,
@@ -117,11 +118,6 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
         for line in lines:
             print(f"{title}: {line}", file=sys.stderr)
     return composed.config
-
-
-def is_dry_run() -> bool:
-    """Return whether DRY_RUN in the environment asks to check and to start nothing."""
-    return os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
 
 
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:

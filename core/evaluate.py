@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.command_line import is_dry_run
 from core.config import Config, composition, convert, examine, recipes
 from core.config.paths import is_local
 from core.config.section import show
 from core.data.json_values import from_json, to_json
+from core.dry_run import is_dry_run
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.secret_keys import remember

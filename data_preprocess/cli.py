@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.command_line import is_dry_run
+from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.files import written_here
 from data_preprocess.schema import write_rows

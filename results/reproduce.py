@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.command_line import is_dry_run
+from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting import readme_tables

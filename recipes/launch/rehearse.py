@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.store import CheckpointStore
-from core.command_line import is_dry_run
 from core.config import Config
+from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting.run_scripts import Script, read_script

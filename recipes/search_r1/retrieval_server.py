@@ -31,7 +31,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from core.command_line import is_dry_run
+from core.dry_run import is_dry_run
 from core.rewards.grading import JoinedCalls
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import (

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from core.command_line import is_dry_run
+from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.types import Prompt

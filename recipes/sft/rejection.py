@@ -22,10 +22,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from core.command_line import is_dry_run
 from core.config import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
+from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.evaluate import (
     FORMAT,

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.command_line import is_dry_run
 from core.data.parquet import sha256_of
+from core.dry_run import is_dry_run
 from core.errors import InputError, printable
 from core.evaluate import read_manifest, refuse_unscored, score
 from core.files import write_atomic
