@@ -123,6 +123,7 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the
     ``typed`` paths only."""
+    from core.algorithm.correction_bounds import threshold_problems
     from core.plan import model_problems
     from core.tracking.tracker import folder_problem
 
@@ -141,6 +142,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
         if on_cpus and on_cpus.key in composed.scripted:
             problems.append(str(on_cpus))
     if not composed.problems:
+        problems += map(str, threshold_problems(config))
         problems += model_problems(config)
     return problems
 

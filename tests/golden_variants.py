@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from core.algorithm import correction_bounds
 from core.algorithm import rollout_correction as rc
-from core.config import training_keys
 from tests.golden_adapters import Adapter, advantage_comparisons, policy_comparisons
 from tests.golden_io import Case, Comparison
 from tests.golden_mismatch import compared, log_probs_of
@@ -36,7 +36,7 @@ def _ratios(case: Case, precision: str) -> tuple[Tensor, Tensor, Tensor, tuple[i
 def _weights(case: Case, precision: str) -> Iterator[Comparison]:
     want, params = case.want(precision), case.params
     bounds, level = (
-        training_keys.weight_bounds(params["rollout_is_threshold"]),
+        correction_bounds.weight_bounds(params["rollout_is_threshold"]),
         params.get("rollout_is", "token"),
     )
     ratio, mask, lengths, shape = _ratios(case, precision)
@@ -61,7 +61,9 @@ def _weights(case: Case, precision: str) -> Iterator[Comparison]:
 
 
 def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
-    wanted = training_keys.criteria(case.params["rollout_rs"], case.params["rollout_rs_threshold"])
+    wanted = correction_bounds.criteria(
+        case.params["rollout_rs"], case.params["rollout_rs_threshold"]
+    )
     ratio, mask, lengths, shape = _ratios(case, precision)
     yield Comparison(
         "mask",

@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.algorithm.correction_bounds import Bounds, Criterion, criteria, weight_bounds
 from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
 from core.algorithm.sequences import (
     count_by_sequence,
@@ -31,13 +32,7 @@ from core.algorithm.sequences import (
     spread_over_tokens,
     sum_by_sequence,
 )
-from core.config.training_keys import (
-    Bounds,
-    Criterion,
-    RolloutCorrectionConfig,
-    criteria,
-    weight_bounds,
-)
+from core.config.training_keys import RolloutCorrectionConfig
 from core.types import TrainBatch
 
 # By add_mismatch

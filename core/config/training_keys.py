@@ -3,8 +3,7 @@ sections together."""
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from core.config import registry
 from core.config.section import (
@@ -306,79 +305,6 @@ class CriticConfig(LearnerConfig):
 # --- the objective ---
 
 
-_KS = [f"{over}_k{number}" for over in ("token", "seq_sum", "seq_mean") for number in (1, 2, 3)]
-STATISTICS = (*_KS, "seq_max_k2", "seq_max_k3")
-# v0.6.1's names, which bound the ratio itself: the statistic of its logarithm, negated
-RATIOS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-
-
-class Bounds(NamedTuple):
-    """Bounds of a weight: one above ``upper`` is truncated; where there is a ``lower``, one outside
-    both is dropped."""
-
-    lower: float | None
-    upper: float
-
-
-class Criterion(NamedTuple):
-    """A condition on tokens: kept where the statistic, named as in verl, lies within ``[lower,
-    upper]``."""
-
-    name: str
-    lower: float
-    upper: float
-
-
-def weight_bounds(spec: float | str) -> Bounds:
-    """Read the bounds of a weight: ``2.0``, or ``lower_upper`` as in ``0.5_2.0``. Raises
-    ValueError."""
-    lower, separator, upper = str(spec).strip().rpartition("_")
-    bounds = Bounds(float(lower) if separator else None, float(upper))
-    if not bounds.upper > 0 or (bounds.lower is not None and not 0 < bounds.lower <= bounds.upper):
-        raise ValueError(
-            f"bounds of a ratio are above 0, the lower one first, as in 0.5_2.0, got {spec}"
-        )
-    return bounds
-
-
-def criteria(
-    options: str, spec: float | str | None, lower: float | None = None
-) -> tuple[Criterion, ...]:
-    """Return the criteria of ``rollout_rs`` and its thresholds, repeated options once.
-
-    One threshold serves all options, or each has its own, separated by commas. ``token``,
-    ``sequence`` and ``geometric`` bound the ratio learner / rollout from above and, by ``lower`` or
-    else the reciprocal, from below. ``..._k1`` takes ``lower_upper`` or the upper bound of the
-    inverse ratio, all others an upper bound of the divergence. Raises ValueError: the bounds are
-    impossible or cannot be read.
-    """
-    names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
-    if strange := [name for name in names if name not in (*STATISTICS, *RATIOS)]:
-        raise ValueError(f"{strange[0]} is none of {', '.join((*RATIOS, *STATISTICS))}")
-    specs = [part.strip() for part in str("" if spec is None else spec).split(",") if part.strip()]
-    if not names or len(specs) not in (1, len(names)):
-        raise ValueError(
-            f"has {len(names)} options and {len(specs)} thresholds: give one, or one each"
-        )
-    specs = specs * len(names) if len(specs) == 1 else specs
-    return tuple(_criterion(name, one, lower) for name, one in zip(names, specs, strict=True))
-
-
-def _criterion(name: str, spec: str, lower: float | None) -> Criterion:
-    low, upper = weight_bounds(spec)
-    if name not in RATIOS and not name.endswith("k1"):
-        if low is not None:
-            raise ValueError(f"{name} has an upper bound only, got {spec}")
-        return Criterion(name, -math.inf, upper)
-    if low is None:
-        low = 1 / upper if lower is None or name not in RATIOS else lower
-    if low > upper:
-        raise ValueError(f"the lower bound {low:g} of {name} is above the upper one, {upper:g}")
-    if name in RATIOS:  # log(1 / ratio) is the statistic
-        return Criterion(RATIOS[name], -math.log(upper), -math.log(low) if low > 0 else math.inf)
-    return Criterion(name, math.log(low), math.log(upper))
-
-
 class RolloutCorrectionConfig(Section):
     """Importance weights and rejection of samples of another policy
     (core/algorithm/rollout_correction.py)."""
@@ -414,16 +340,6 @@ class RolloutCorrectionConfig(Section):
         """Whether the learner's log-probs before the update are compared with the engine's."""
         rejects = self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
         return not self.bypass_mode and (self.weighs or rejects)
-
-    def check(self) -> None:
-        """Raise ValueError where thresholds cannot be read, or do not fit what they bound."""
-        if weight_bounds(self.rollout_is_threshold).upper < 1:
-            raise ValueError(
-                f"rollout_is_threshold={self.rollout_is_threshold} is below 1, where "
-                f"nothing differs"
-            )
-        if self.rollout_rs is not None:
-            criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
 
 
 class KLCtrlConfig(Section):

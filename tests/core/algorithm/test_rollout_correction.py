@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from core.algorithm import rollout_correction as rc
+from core.algorithm.correction_bounds import Bounds, criteria
 from core.algorithm.losses import MetricSums
 from core.config import compose
-from core.config.training_keys import Bounds, RolloutCorrectionConfig, criteria
+from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_settings import StepNeeds
