@@ -183,8 +183,7 @@ def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -
             raise InputError(f"{path}: {rule}; correct it and score the answers again. {first}")
 
 
-# -- generate
-# -------------------------------------------------------------------------------------------
+# -- generate --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -408,8 +407,7 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-# -- score
-# ----------------------------------------------------------------------------------------------
+# -- score -----------------------------------------------------------------------------------------
 
 
 def score(
@@ -493,8 +491,7 @@ async def _scored(layer: RewardLayer, answers: Sequence[dict[str, Any]]) -> list
         return await asyncio.gather(*map(group, questions))
 
 
-# -- the command line
-# -----------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
 
 
 def generate_command(args: argparse.Namespace) -> None:

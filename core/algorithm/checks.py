@@ -54,8 +54,7 @@ def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, se
     return found
 
 
-# -- what was sampled
-# --------------------------------------------------------------------------------
+# -- what was sampled ------------------------------------------------------------------------------
 
 
 class SampledTurns:
@@ -173,8 +172,7 @@ def weights_sum_to_one(step: TrainBatch, mode: str) -> None:
         )
 
 
-# -- advantages
-# --------------------------------------------------------------------------------------
+# -- advantages ------------------------------------------------------------------------------------
 
 
 def finite(batch: TrainBatch, phase: str, *names: str) -> None:
@@ -186,8 +184,7 @@ def finite(batch: TrainBatch, phase: str, *names: str) -> None:
             require(not count, phase, found, "look at the weights and at the scores")
 
 
-# -- entropy
-# -----------------------------------------------------------------------------------------
+# -- entropy ---------------------------------------------------------------------------------------
 
 
 def entropy_gap_z(metrics: Mapping[str, float], tokens: int) -> float | None:

@@ -94,8 +94,7 @@ def policy_loss(name: str) -> PolicyLoss:
     )
 
 
-# -- with a clip
-# -------------------------------------------------------------------------------------
+# -- with a clip -----------------------------------------------------------------------------------
 
 
 def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -161,8 +160,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Stats]:
     return -weight * x.advantages * x.log_prob, stats
 
 
-# -- without one
-# -------------------------------------------------------------------------------------
+# -- without one -----------------------------------------------------------------------------------
 
 
 def sapo(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -183,8 +181,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Stats]:
     return -x.advantages * x.log_prob, x.stats(ppo_kl=x.old_log_prob - x.log_prob)
 
 
-# -- with selected tokens (arXiv:2505.22617)
-# ---------------------------------------------------------
+# -- with selected tokens (arXiv:2505.22617) -------------------------------------------------------
 #
 # The covariance of a token is ``(A - mean A) (log p - mean log p)``: where a likely token has a
 # high advantage, its update lowers the entropy most. It is taken over all tokens of an optimizer
@@ -278,8 +275,7 @@ def covariances(log_prob_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Ten
     return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask_N, 0)
 
 
-# -- the critic and the objective
-# --------------------------------------------------------------------
+# -- the critic and the objective ------------------------------------------------------------------
 
 
 def value_loss(
@@ -352,8 +348,7 @@ def loss_weights(
     return torch.where(mask, spread_over_tokens(share_B.to(dtype), lengths_B), 0)
 
 
-# -- distance to a reference policy
-# -------------------------------------------------------------------
+# -- distance to a reference policy ----------------------------------------------------------------
 
 
 def kl_penalty(

@@ -51,8 +51,7 @@ def log_ratio(log_prob_N: Tensor, rollout_log_prob_N: Tensor, mask_N: Tensor) ->
     return difference.masked_fill(~mask_N.bool(), 0)
 
 
-# -- how far they are apart
-# --------------------------------------------------------------------------
+# -- how far they are apart ------------------------------------------------------------------------
 
 
 def add_mismatch(
@@ -111,8 +110,7 @@ def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
     return {**means.result("actor"), **mismatch.result("rollout_corr")}
 
 
-# -- what is done about it
-# ---------------------------------------------------------------------------
+# -- what is done about it -------------------------------------------------------------------------
 
 
 def correct(
@@ -222,8 +220,7 @@ def kept_tokens(
     return kept
 
 
-# -- metrics, under verl's names
-# ---------------------------------------------------------------------
+# -- metrics, under verl's names -------------------------------------------------------------------
 
 
 def weight_metrics(

@@ -277,8 +277,7 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> HF
     return HFEngine(policy, tokenizer, dtype=dtype, **options)
 
 
-# -- keys and values
-# ---------------------------------------------------------------------------------
+# -- keys and values -------------------------------------------------------------------------------
 
 
 class RowCache(Cache):

@@ -130,8 +130,7 @@ def processed_logits(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Ten
     )
 
 
-# -- what ends a response
-# ---------------------------------------------------------------------------
+# -- what ends a response --------------------------------------------------------------------------
 
 
 class StopRule:

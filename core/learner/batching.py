@@ -82,8 +82,7 @@ def make_batch(
     )
 
 
-# -- optimizer steps
-# ---------------------------------------------------------------------------------
+# -- optimizer steps -------------------------------------------------------------------------------
 
 
 def mini_batching(
@@ -172,8 +171,7 @@ def split_zero_gradient(
     return batch.rows(contributes.nonzero()[:, 0]), batch.rows((~contributes).nonzero()[:, 0])
 
 
-# -- what ranks and memory make of a step
-# ------------------------------------------------------------
+# -- what ranks and memory make of a step ----------------------------------------------------------
 
 
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:

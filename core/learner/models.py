@@ -57,8 +57,7 @@ CLASSIFIERS = {
 }
 
 
-# -- where a model is
-# --------------------------------------------------------------------------------
+# -- where a model is ------------------------------------------------------------------------------
 
 
 def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
@@ -110,8 +109,7 @@ def quiet() -> Iterator[None]:
         library.enable_progress_bar()
 
 
-# -- tokenizer, modality, lengths
-# --------------------------------------------------------------------
+# -- tokenizer, modality, lengths ------------------------------------------------------------------
 
 
 def read_tokenizer(path: str, key: str = MODEL, *, trust_remote_code: bool = False) -> Any:
@@ -266,8 +264,7 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
         raise InputError(problems)
 
 
-# -- models
-# ------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def load_policy(

@@ -203,8 +203,7 @@ def scattered(values_M: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-# -- attention
-# ---------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def use_packed_attention(module: nn.Module, ranks: int) -> None:

@@ -273,8 +273,7 @@ class BasePolicy(Policy):
             return super().token_stats(batch, **options)
 
 
-# -- what is checked when a model is loaded
-# -----------------------------------------------------------
+# -- what is checked when a model is loaded --------------------------------------------------------
 
 # In shares of hidden states: of bfloat16 (30 layers of SmolLM2's width differ by 0.03, a wrong
 # kernel by 0.3 and more), and of float32, which a GPU may multiply in TF32

@@ -60,8 +60,7 @@ TOKENIZER_FILES += ("chat_template*", "*.model", "*.tiktoken", "tekken.json")
 OPTIMIZER = "optimizer"
 
 
-# -- weights
-# -----------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def save_model(
@@ -257,8 +256,7 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), str(error), str(path)) if number else error from error
 
 
-# -- the optimizer
-# -----------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 def optimizer_tensors(part: Actor | Critic) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:

@@ -260,8 +260,7 @@ def _end(process: subprocess.Popen[bytes]) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
-# -- the process
-# ----------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
 def main() -> None:

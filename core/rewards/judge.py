@@ -116,8 +116,7 @@ class Judge:
         self.http.close()
         self.kept.close()
 
-    # -- on the client's thread
-    # ----------------------------------------------------------------------
+    # -- on the client's thread --------------------------------------------------------------------
 
     async def _grade(self, answer: Answer) -> Score | Failure:
         texts = shown_texts(answer)
