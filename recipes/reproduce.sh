@@ -7,8 +7,5 @@
 # stopped. The recipes' scripts of this name call this one with their own name first.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 exec "$python" -m results.reproduce "$@"

@@ -14,10 +14,8 @@
 # for another one. Afterwards it writes the tables again; `make verified` repeats the first seeds.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+source "$(dirname "${BASH_SOURCE[0]}")/../recipes/env.sh"
+export OMP_NUM_THREADS=1
 cd "$root"
 mkdir -p outputs
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT

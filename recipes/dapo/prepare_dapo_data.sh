@@ -6,11 +6,8 @@
 # python -m data_preprocess.dapo_math --local_dataset_path FILE reads a file that is here already; so does aime.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${1:-${DAPO_DIR:-$HOME/data/dapo}}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 "$python" -m data_preprocess.dapo_math --local_dir "$data/dapo_math"
 "$python" -m data_preprocess.aime --local_dir "$data/aime2024"

@@ -2,7 +2,6 @@
 # DAPO with all its techniques at a small size: Qwen2.5-1.5B, one GPU, answers of 4k tokens (arXiv:2503.14476).
 # The objective is that of verl-recipe, dapo/run_dapo_qwen2.5_32b.sh. The batch is smaller. No published run has this
 # setting.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which train.sh sets.
 #
 #   bash recipes/dapo/run_qwen2.5_1.5b_1gpu.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 set -euo pipefail

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with overlong filtering, table 1's second row: Qwen2.5-32B, 16 nodes of 8 GPUs (arXiv:2503.14476).
 # The hyper-parameters are the paper's.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which train.sh sets.
 # RAY_ADDRESS names the Ray cluster of its 16 nodes; train.sh tells how to make one.
 #
 #   bash recipes/dapo/run_qwen2.5_32b_overlong_filtering.sh [key=value ...]     DRY_RUN=1 only checks the configuration

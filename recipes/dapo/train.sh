@@ -5,7 +5,6 @@
 #
 # A run script's own settings stand before --, those that were typed after it; the latter win. The model's sizes here
 # are memory settings: how many GPUs, over how many of them a sequence and a layer are split, what is kept on the host.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 # 32b and 7b_math need a Ray cluster of 16 and 8 nodes. The repository, its .venv, data and model have the same paths on
 # all of them, and the current folder is on a disk that they share. Without RAY_ADDRESS these runs do not start.
@@ -20,11 +19,8 @@
 # prepare_dapo_data.sh makes the data; DAPO_DIR names its folder. The output goes to outputs/dapo/ in the current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${DAPO_DIR:-$HOME/data/dapo}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 usage="usage: train.sh 32b|7b_math|1.5b NAME preset=... [key=value ...] -- [key=value ...]"
 [[ $# -ge 3 ]] || { echo "$usage" >&2; exit 2; }

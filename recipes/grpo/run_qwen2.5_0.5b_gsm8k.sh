@@ -2,7 +2,6 @@
 # GRPO on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
 # The objective is that of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh. Batch sizes and lengths are those of
 # verl's published PPO run of this model (docs/algo/ppo.md). No published run has exactly this setting.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
@@ -10,11 +9,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win. preset=script holds the objective.
 exec "$python" -m recipes.grpo.main_grpo \

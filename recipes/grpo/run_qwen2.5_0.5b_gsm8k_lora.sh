@@ -3,7 +3,6 @@
 # The hyper-parameters are those of verl v0.6.1, examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh. Its
 # baseline (docs/algo/baseline.md) is 54.3, but its log is of batches of 64 on two GPUs: the row grpo-0.5b-gsm8k-lora of
 # results/references.yaml has the command. The script, and so this one, has batches of 116 and reproduces no row.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k_lora.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 #
@@ -12,11 +11,8 @@
 # It needs peft: pip install '.[ray,lora]'.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win. preset=script holds the rest of the objective.
 exec "$python" -m recipes.grpo.main_grpo \

@@ -3,7 +3,6 @@
 # The hyper-parameters are those of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh; the model is the successor of its
 # Qwen2-7B. A pass has 32 trajectories where verl has 40: a memory setting, which divides a rank's share with
 # preset=paper too.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_7b_gsm8k.sh [key=value ...]            DRY_RUN=1 only checks the configuration
 #
@@ -11,11 +10,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.grpo.main_grpo \

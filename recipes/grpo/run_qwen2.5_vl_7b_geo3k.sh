@@ -2,7 +2,6 @@
 # GRPO on Geometry3K, questions about figures: Qwen2.5-VL-7B-Instruct, one node of 8 GPUs.
 # The hyper-parameters are those of verl v0.6.1, examples/grpo_trainer/run_qwen2_5_vl-7b.sh. A pass has 8
 # trajectories where verl has 10, and an engine is one GPU where verl's are two: memory settings.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_vl_7b_geo3k.sh [key=value ...]         DRY_RUN=1 only checks the configuration
 #
@@ -10,11 +9,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GEO3K_DIR:-$HOME/data/geo3k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # Arguments before -- are this script's; those after it win. preset=script holds what it shares with GSM8K's.
 exec "$python" -m recipes.grpo.main_grpo \

@@ -11,7 +11,7 @@ set -euo pipefail
 
 train=(bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" opd "$@")
 source "$(dirname "${BASH_SOURCE[0]}")/../real/common.sh"
-if is_dry_run; then exec "${train[@]}"; fi
+if is_dry_run ${keys[@]+"${keys[@]}"}; then exec "${train[@]}"; fi
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
 if [[ "$*" != *distillation.teacher.path=* && ! -f outputs/real/teacher/config.json ]]; then
     name=smollm2_135m_teacher-seed1

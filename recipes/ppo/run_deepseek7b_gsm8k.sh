@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # PPO on GSM8K: deepseek-llm-7b-chat, one node of 8 GPUs.
 # The hyper-parameters are those of verl v0.6.1, examples/ppo_trainer/run_deepseek7b_llm.sh.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/ppo/run_deepseek7b_gsm8k.sh [key=value ...]             DRY_RUN=1 only checks the configuration
 #
@@ -9,11 +8,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win.
 exec "$python" -m recipes.ppo.main_ppo \

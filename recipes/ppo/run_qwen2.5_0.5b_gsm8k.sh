@@ -3,7 +3,6 @@
 # The hyper-parameters are those that verl's published log prints: verl v0.2, verl-data,
 # gsm8k/Qwen2.5-0.5B-bsz256_2-prompt1024-resp512-0.567.log. At that time the KL was always in the reward, the entropy
 # bonus was 0.001 by default, and an update's trajectories were shuffled.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/ppo/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]           DRY_RUN=1 only checks the configuration
 #
@@ -11,11 +10,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win.
 exec "$python" -m recipes.ppo.main_ppo \

@@ -6,10 +6,7 @@
 #   [random|shuffled]              a control (recipes/real/controls.py)   -> control
 #   [key=value ...]                                                       -> keys
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 # OpenMP threads that spin at a barrier block each other beside another process. Memory
 # that goes back to the system after every operation is cleared page by page when it is needed again: an eighth of an update.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
@@ -42,10 +39,3 @@ of_task="_$task"
 preset="smollm2_135m$of_task$naive"
 model_sft="./outputs/real/sft$of_task"
 files="./outputs/real/$task"
-
-is_dry_run() { # or only asks for help
-    case " ${keys[*]-} " in *" --help "*) return 0 ;; esac
-    case "${DRY_RUN:-}" in
-    "" | 0 | false | no) return 1 ;;
-    esac
-}

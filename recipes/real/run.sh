@@ -28,7 +28,7 @@ train=(bash "$root/recipes/$recipe/run_smollm2_135m.sh" ${words[@]+"${words[@]}"
     "trainer.experiment_name=$name" "trainer.default_local_dir=./$run" trainer.val_before_train=false
     trainer.test_freq=-1 ${rate[@]+"${rate[@]}"} ${keys[@]+"${keys[@]}"})
 
-if is_dry_run; then exec "${train[@]}"; fi
+if is_dry_run ${keys[@]+"${keys[@]}"}; then exec "${train[@]}"; fi
 
 minutes=(1 1 16 29 3) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
 [[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 8 2)

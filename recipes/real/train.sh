@@ -20,7 +20,7 @@ if [[ -n "$control" ]]; then
 fi
 train=("$python" -m "recipes.$recipe.main_$recipe" "preset=$preset" ${own[@]+"${own[@]}"} -- ${keys[@]+"${keys[@]}"})
 
-if is_dry_run; then exec "${train[@]}"; fi
+if is_dry_run ${keys[@]+"${keys[@]}"}; then exec "${train[@]}"; fi
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
 bash "$root/recipes/real/start.sh" "$stage" "$task"
 exec "${train[@]}"

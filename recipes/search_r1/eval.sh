@@ -12,15 +12,11 @@
 #                                              eight engines; without it one engine on one GPU
 #
 # It evaluates all 51,713 questions, or data.val_max_samples of each set. The engine is the fastest that is installed
-# here (actor_rollout_ref.rollout.name). The test sets are in SEARCH_R1_TEST, or ~/data/search_r1/test. This script has
-# never run at its scale.
+# here (actor_rollout_ref.rollout.name). The test sets are in SEARCH_R1_TEST, or ~/data/search_r1/test.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 test="${SEARCH_R1_TEST:-${SEARCH_R1_DIR:-$HOME/data/search_r1}/test}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 [[ $# -ge 1 && "$1" != *=* ]] || { echo "usage: eval.sh MODEL [key=value ...]" >&2; exit 2; }
 model="$1"

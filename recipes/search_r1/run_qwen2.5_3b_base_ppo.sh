@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Search-R1 (arXiv:2503.09516) with PPO on Qwen2.5-3B base, 1 node of 8 GPUs; train.sh holds the settings.
-# This script has never run at its scale; it needs vLLM and trainer.backend=ray, which train.sh sets.
 #
 #   bash recipes/search_r1/run_qwen2.5_3b_base_ppo.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 set -euo pipefail

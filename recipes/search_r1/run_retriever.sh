@@ -12,12 +12,9 @@
 # This server has never run on the whole of Wikipedia; results/search_r1/retrieval.md has what was measured.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 index="${RETRIEVER_INDEX:-${SEARCH_R1_DIR:-$HOME/data/search_r1}/wiki18/e5_Flat.index}"
 corpus="${RETRIEVER_CORPUS:-}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 settings=(--index "$index")
 if [[ "$index" == *.index ]]; then # a faiss file does not hold these

@@ -15,7 +15,7 @@ arguments=(search_r1 search "$@")
 [[ -z "${REAL_PORT:-}" ]] || arguments+=("retriever.url='http://127.0.0.1:$REAL_PORT/retrieve'")
 source "$(dirname "${BASH_SOURCE[0]}")/../real/common.sh"
 
-if is_dry_run; then exec bash "$train" "${arguments[@]}"; fi
+if is_dry_run ${keys[@]+"${keys[@]}"}; then exec bash "$train" "${arguments[@]}"; fi
 DRY_RUN=1 bash "$train" "${arguments[@]}" > /dev/null # reports a wrong key now, not after minutes
 bash "$root/recipes/real/start.sh" sft search
 "$python" -m recipes.search_r1.retrieval_server --index outputs/real/search/index --port "${REAL_PORT:-8124}" \

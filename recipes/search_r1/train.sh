@@ -5,15 +5,11 @@
 #
 # r1 is the baseline without search: PPO over data made with --prompt r1, in folders that end in _r1 (README.md).
 # The hyper-parameters are those of the published scripts (preset=script); append preset=paper for the paper's.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 # Start recipes/search_r1/run_retriever.sh and make the data (README.md) first; SEARCH_R1_DIR names their folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${SEARCH_R1_DIR:-$HOME/data/search_r1}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 usage="usage: train.sh 3b|7b|14b base|instruct ppo|grpo|r1 [key=value ...]"
 [[ $# -ge 3 ]] || { echo "$usage" >&2; exit 2; }

@@ -2,7 +2,6 @@
 # Supervised fine-tuning on GSM8K's own solutions: Qwen2.5-0.5B-Instruct, one GPU.
 # Batch, schedule, epochs and lengths are the defaults of verl v0.6.1's SFT trainer (config/sft.yaml). No result of this
 # setting was published. A validation follows each epoch.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/sft/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
@@ -10,11 +9,8 @@
 # current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win.
 exec "$python" -m recipes.sft.main_sft \

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning with LoRA (rank 32) on GSM8K's own solutions: Qwen2.5-0.5B-Instruct, one GPU.
 # The hyper-parameters are those of verl v0.6.1, examples/sft/gsm8k/run_qwen_05_peft.sh. No result of it was published.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/sft/run_qwen2.5_0.5b_gsm8k_lora.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 #
@@ -9,11 +8,8 @@
 # current folder. It needs peft: pip install '.[ray,lora]'.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 data="${GSM8K_DIR:-$HOME/data/gsm8k}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # What stands before -- is this script's; the arguments after it win.
 exec "$python" -m recipes.sft.main_sft \

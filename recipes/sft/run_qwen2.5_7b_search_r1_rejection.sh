@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Rejection sampling of Search-R1's episodes (arXiv:2503.09516, table 2) with Qwen2.5-7B-Instruct, 1 node of 8 GPUs.
-# search_r1_rejection.sh has the stages and the settings. This script has never run at its scale; it needs vLLM and
-# trainer.backend=ray, which that script sets.
+# search_r1_rejection.sh has the stages and the settings.
 #
 #   bash recipes/sft/run_qwen2.5_7b_search_r1_rejection.sh [key=value ...]     DRY_RUN=1 only checks the fine-tuning
 set -euo pipefail
