@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +45,3 @@ class Settings:
 
 
 LOOKING = Settings(val_only=True)
-
-
-def run(code: str, *arguments: object, **kwargs) -> subprocess.CompletedProcess:
-    """Python code as a process of its own, from the repository root."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    # five minutes: on a busy machine the imports of torch and transformers alone have taken one
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)

@@ -7,39 +7,36 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from core.checkpoint.store import CheckpointStore
 from core.cluster.ray_pools import kept_from_children
 from core.run import GracefulStop
-from tests.checkpoints import ROOT
-
-LOOP = """
-import sys, time
-from core.checkpoint.store import CheckpointStore
-from core.run import GracefulStop
-store, step = CheckpointStore(sys.argv[1]), 0
-try:
-    with GracefulStop() as stop:
-        while not stop.requested:
-            step += 1
-            print(f"step {step} begins", flush=True)
-            end = time.monotonic() + float(sys.argv[2])
-            while time.monotonic() < end:
-                time.sleep(0.01)
-            print(f"step {step} ends", flush=True)
-        with store.writing(step) as folder:
-            (folder / "x").write_text(str(step))
-finally:
-    print("cleaned up", flush=True)
-"""
+from tests.forked import Forked
 
 
-def start(tmp_path, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", LOOP, str(tmp_path), str(seconds)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def loop(folder: Path, seconds: float) -> None:
+    """Take steps until a signal comes, then save."""
+    store, step = CheckpointStore(folder), 0
+    try:
+        with GracefulStop() as stop:
+            while not stop.requested:
+                step += 1
+                print(f"step {step} begins")
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    time.sleep(0.01)
+                print(f"step {step} ends")
+            with store.writing(step) as folder:
+                (folder / "x").write_text(str(step))
+    finally:
+        print("cleaned up")
+
+
+def start(folder: Path, seconds: float) -> Forked:
+    process = Forked(loop, folder, seconds)
     assert process.stdout.readline() == "step 1 begins\n"
     return process
 
@@ -48,11 +45,11 @@ def start(tmp_path, seconds: float) -> subprocess.Popen:
 def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
     process = start(tmp_path, 0.3)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert out == "step 1 ends\ncleaned up\n"
-    assert f"{number.name}: finishing this step" in err and "Traceback" not in err
-    assert "the same command continues" in err
+    done = process.end()
+    assert done.returncode == 0
+    assert done.stdout == "step 1 ends\ncleaned up\n"
+    assert f"{number.name}: finishing this step" in done.stderr
+    assert "Traceback" not in done.stderr and "the same command continues" in done.stderr
     assert (tmp_path / "global_step_1" / "x").read_text() == "1"
 
 
@@ -63,10 +60,11 @@ def test_the_second_signal_stops_at_once(number, status, tmp_path):
     assert "finishing this step" in process.stderr.readline() + process.stderr.readline()
     before = time.monotonic()
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    done = process.end()
     assert time.monotonic() - before < 5
-    assert process.returncode == status
-    assert out == "" and f"{number.name} again: stopping at once" in err and "Traceback" not in err
+    assert done.returncode == status and done.stdout == ""
+    assert f"{number.name} again: stopping at once" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "global_step_1").exists()
 
 

@@ -4,20 +4,25 @@ that say no."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import random
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from core.checkpoint import store as checkpoint_store
+from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import (
     MANIFEST,
     CheckpointStore,
@@ -28,8 +33,10 @@ from core.checkpoint.store import (
 )
 from core.errors import InputError, WriteFailed
 from core.export import export
-from tests.checkpoints import FILES, LOOKING, ROOT, RUN, Settings, flip_bit, names, run, write
-from tests.faults.endless_writer import content
+from core.learner.saving import export_hf, save_files
+from tests.checkpoints import FILES, LOOKING, RUN, Settings, flip_bit, names, write
+from tests.forked import Forked, forked
+from tests.tiny import tiny_model
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -219,22 +226,22 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
 
 # ---------------------------------------------------------------- other processes, full disks
 
-CLAIM = (
-    "import sys; from core.checkpoint.store import CheckpointStore as S; "
-    "S(sys.argv[1]).claim(); print('claimed')"
-)
+
+def claim(folder: Path, *, dies: bool = False) -> None:
+    CheckpointStore(folder).claim()
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_second_writer_is_refused_and_a_dead_one_forgotten(tmp_path):
     write(CheckpointStore(tmp_path), 1)
     leftover = tmp_path / ".tmp-global_step_2-1"
     leftover.mkdir()
-    refused = run(CLAIM, tmp_path)
+    refused = forked(claim, tmp_path)
     assert "another process is writing" in refused.stderr and refused.returncode == 1
     assert leftover.exists(), "it may be the other process's"
     other = tmp_path / "other"
-    killed = run(CLAIM.replace("print", "import os; os.kill(os.getpid(), 9); print"), other)
-    assert killed.returncode == -9
+    assert forked(partial(claim, dies=True), other).returncode == -signal.SIGKILL
     (other / ".tmp-global_step_2-1").mkdir()
     (other / ".tmp-global_step_1-deleted").mkdir()
     CheckpointStore(other).claim()
@@ -267,17 +274,32 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path, cap
     assert seen == sorted(seen) and len(set(seen)) > 3
 
 
+def content(step: int, index: int) -> bytes:
+    """Large enough for a kill to fall into its writing."""
+    return (f"{step}-{index} ".encode() * 4000)[: 20_000 + 1000 * index]
+
+
+def write_without_end(root: Path, first_step: int) -> None:
+    """Write one checkpoint after another and print the step of each."""
+    store = CheckpointStore(root, keep=2)
+    for step in itertools.count(first_step):
+        with store.writing(step) as folder:
+            (folder / "actor").mkdir()
+            for index in range(4):
+                (folder / "actor" / f"{index}.bin").write_bytes(content(step, index))
+        print(step)
+
+
 def kill_writers(root: Path, times: int, rng: random.Random) -> int:
     """Start a writer, kill it at a random moment, check what it left; return how often the kill
     fell into a write."""
     last = interrupted = 0
     for _ in range(times):
-        command = [sys.executable, "-m", "tests.faults.endless_writer", str(root), str(last + 1)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            process.stdout.readline()  # it is at work
-            time.sleep(rng.uniform(0, 0.03))
-            process.kill()
-            said = [int(line) for line in process.stdout.read().split()]
+        process = Forked(write_without_end, root, last + 1)
+        process.stdout.readline()  # it is at work
+        time.sleep(rng.uniform(0, 0.03))
+        process.send_signal(signal.SIGKILL)
+        said = [int(line) for line in process.end().stdout.split()]
         interrupted += any(root.glob(".tmp-*"))
         found = CheckpointStore(root).latest()
         assert found.step >= max(said, default=last), "what was reported as written must be there"
@@ -307,35 +329,29 @@ def test_a_full_disk_is_explained_and_the_previous_checkpoint_stands(tmp_path):
     assert names(tmp_path) == {"global_step_1", TRACKER} and store.latest().step == 1
 
 
-LIMITED = """
-import resource, sys, torch
-import torch.distributed as dist
-from core.checkpoint.run_state import save_tensors
-from core.checkpoint.store import CheckpointStore
-from core.errors import WriteFailed
-from core.learner.saving import export_hf, save_files
-from tests.tiny import tiny_model
-store, model = CheckpointStore(sys.argv[1]), tiny_model(hidden_size=64)
-with store.writing(1) as folder:
-    save_tensors(folder / "o.pt", {"x": torch.zeros(1000)})
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-writers = [
-    lambda folder: save_files({"1.safetensors": {"x": torch.zeros(100_000)}}, folder / "optimizer"),
-    lambda folder: save_tensors(folder / "o.pt", {"x": torch.zeros(100_000)}),
-    lambda folder: export_hf(model, None, folder / "actor"),
-]
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-for write in writers:
-    try:
-        with store.writing(2) as folder:
-            write(folder)
-    except WriteFailed as error:
-        print(error)
-"""
+def write_beyond_a_limit(root: Path) -> None:
+    """Write files of each kind where a file may have 60 kB, and print what comes of it."""
+    store, model = CheckpointStore(root), tiny_model(hidden_size=64)
+    with store.writing(1) as folder:
+        save_tensors(folder / "o.pt", {"x": torch.zeros(1000)})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    large = {"x": torch.zeros(100_000)}
+    writers = [
+        lambda folder: save_files({"1.safetensors": large}, folder / "optimizer"),
+        lambda folder: save_tensors(folder / "o.pt", large),
+        lambda folder: export_hf(model, None, folder / "actor"),
+    ]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    for write_file in writers:
+        try:
+            with store.writing(2) as folder:
+                write_file(folder)
+        except WriteFailed as error:
+            print(error)
 
 
 def test_libraries_that_hide_the_reason_do_not_hide_it_from_the_user(tmp_path):
-    done = run(LIMITED, tmp_path)
+    done = forked(write_beyond_a_limit, tmp_path)
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
     assert all("File too large" in line or "a file was cut short" in line for line in lines)
