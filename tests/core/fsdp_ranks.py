@@ -74,7 +74,7 @@ def train(
     config,
     batch,
     dtype="float64",
-    updates=3,
+    updates=1,
     save=None,
     load=None,
     ref=False,
