@@ -18,7 +18,7 @@ import torch
 
 from core import trace
 from core.algorithm import advantages, checks
-from core.algorithm.losses import KLController, kl_rewards
+from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config

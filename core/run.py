@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import yaml
 
-from core.algorithm.losses import KLController
+from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_resume
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.algorithm import advantages, losses, sequences
+from core.algorithm import advantages, kl, losses, sequences
 from core.config import registry
 from core.learner import step_settings
 from core.learner.log_probs import token_log_probs_and_entropy
@@ -233,7 +233,7 @@ def _value_loss(case: Case, precision: str) -> Iterator[Comparison]:
 def _kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
     log_prob = _tensor(case.inputs["logprob"], precision).requires_grad_()
     ref = _tensor(case.inputs["ref_logprob"], precision)
-    value = losses.kl_penalty(log_prob, ref, case.params["kl_penalty"])
+    value = kl.kl_penalty(log_prob, ref, case.params["kl_penalty"])
     value.sum().backward()
     want = case.want(precision)
     yield Comparison("kl", value.detach(), want["kl"], _tolerance(precision, 1e-9))
@@ -251,10 +251,10 @@ def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
     batch = batch_of_padded(
         attention_mask=torch.ones_like(mask), response_mask=mask, loss_mask=mask, **log_probs
     )
-    controller = losses.KLController(
+    controller = kl.KLController(
         params["type"], params["kl_coef"], params["target_kl"], params["horizon"]
     )
-    penalties, controller, metrics = losses.kl_rewards(batch, controller, params["kl_penalty"])
+    penalties, controller, metrics = kl.kl_rewards(batch, controller, params["kl_penalty"])
     rewards = scores + penalties.view(scores.shape)
     tolerance = _tolerance(precision, 1e-6)
     yield Comparison("token_level_rewards", rewards, want["token_level_rewards"], tolerance)
@@ -265,7 +265,7 @@ def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
 
 def _kl_controller(case: Case, precision: str) -> Iterator[Comparison]:
     params = case.params
-    controller = losses.KLController(
+    controller = kl.KLController(
         params["type"],
         params["kl_coef"],
         params.get("target_kl", 0.1),

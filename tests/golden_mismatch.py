@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import rollout_correction as mismatch
-from core.algorithm.losses import MetricSums
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
 from tests.padded import batch_of_padded

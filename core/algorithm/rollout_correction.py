@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.correction_bounds import Bounds, Criterion, criteria, weight_bounds
-from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
+from core.algorithm.losses import LOG_RATIO_BOUND
 from core.algorithm.sequences import (
     count_by_sequence,
     max_by_sequence,
@@ -33,6 +33,7 @@ from core.algorithm.sequences import (
     sum_by_sequence,
 )
 from core.config.training_keys import RolloutCorrectionConfig
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 
 # By add_mismatch

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from core.algorithm.checks import of_tokens
-from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_loss, value_loss
+from core.algorithm.kl import kl_penalty
+from core.algorithm.losses import LossInputs, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.algorithm.sequences import count_by_sequence
 from core.config import registry
@@ -28,6 +29,7 @@ from core.learner.batching import split_zero_gradient
 from core.learner.lora import add_adapters
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
 from core.learner.passes import BasePolicy, LearnerModel, Policy, training_size
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

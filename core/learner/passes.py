@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm.losses import MetricSums
 from core.data.vocabulary import unknown_among
 from core.errors import InputError, UnhealthyRun
 from core.learner.batching import micro_batches
@@ -30,6 +29,7 @@ from core.learner.packing import (
     predicting_tokens,
     use_packed_attention,
 )
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch, pad
 from core.vision.learner_pictures import PictureInputs, picture_inputs, run_body
 from core.vision.pictures import modality_of

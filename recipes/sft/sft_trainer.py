@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from core.algorithm.losses import KLController
+from core.algorithm.kl import KLController
 from core.algorithm.sequences import count_by_sequence
 from core.config.schema import Config
 from core.data.prompts import PromptStream

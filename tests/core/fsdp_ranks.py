@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
 from core.learner import packing
@@ -23,6 +22,7 @@ from core.learner.batching import contributing_sequences, mini_batching, rank_sh
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 from core.learner.saving import FILE_SIZE
+from core.tracking.metric_sums import MetricSums
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core import evaluate
-from core.algorithm.losses import MetricSums, kl_penalty, loss_weights
+from core.algorithm.kl import kl_penalty
+from core.algorithm.losses import loss_weights
 from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
+from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from core.algorithm.losses import KLController, kl_penalty
+from core.algorithm.kl import KLController, kl_penalty
 
 
 def test_estimators_estimate_the_kl_and_the_straight_through_form_its_gradient():

@@ -12,12 +12,12 @@ import torch
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.correction_bounds import Bounds, criteria
-from core.algorithm.losses import MetricSums
 from core.config import compose
 from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_settings import StepNeeds
+from core.tracking.metric_sums import MetricSums
 from tests.core.learner.test_learner import (
     actor,
     actor_config,

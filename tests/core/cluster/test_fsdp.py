@@ -9,11 +9,11 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import MetricSums
 from core.cluster.workers import LocalWorkers
 from core.files import file_sha256
 from core.learner.batching import mini_batches
 from core.learner.lora import merged_weights
+from core.tracking.metric_sums import MetricSums
 from tests.core import fsdp_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.optimizer_steps import update_actor, update_critic

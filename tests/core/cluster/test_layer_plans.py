@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from core.algorithm.losses import MetricSums
 from core.cluster.split_layers import check_layers
 from core.cluster.workers import LocalWorkers
 from core.errors import InputError
 from core.learner.batching import mini_batches
+from core.tracking.metric_sums import MetricSums
 from tests.core.cluster.test_fsdp import on_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer

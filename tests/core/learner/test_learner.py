@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from core.algorithm.losses import MetricSums
 from core.config.training_keys import PolicyLossConfig
 from core.learner.batching import make_batch, mini_batches, mini_batching
 from core.learner.learner import Actor, Critic
 from core.learner.passes import MicroBatchSize, Policy
+from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model

@@ -8,7 +8,6 @@ from transformers import AutoModelForTokenClassification, MistralConfig, Mistral
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import MetricSums
 from core.learner import packing, passes
 from core.learner.batching import make_batch
 from core.learner.learner import Actor, Critic
@@ -21,6 +20,7 @@ from core.learner.packing import (
     use_packed_attention,
 )
 from core.learner.passes import MicroBatchSize, Policy, token_log_probs
+from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor_config, gradient, random_batch

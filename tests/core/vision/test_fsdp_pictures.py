@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.algorithm.losses import MetricSums
 from core.cluster.workers import LocalWorkers
 from core.learner.batching import mini_batches
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 from tests.core.cluster.test_fsdp import WHOLE, distance, on_ranks
 from tests.core.ray_cluster import cluster_config
