@@ -94,7 +94,7 @@ def policy_loss(name: str) -> PolicyLoss:
     return load_object(registry.policy_loss(name).function, key)
 
 
-# -- losses with a clip ----------------------------------------------------------------------------
+# -- losses with a clip --------------------------------------------------------------------------
 
 
 def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -163,7 +163,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Stats]:
     return -weight * x.advantages * x.log_prob, stats
 
 
-# -- losses without a clip -------------------------------------------------------------------------
+# -- losses without a clip -----------------------------------------------------------------------
 
 
 def sapo(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -182,7 +182,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Stats]:
     return -x.advantages * x.log_prob, x.stats(ppo_kl=x.old_log_prob - x.log_prob)
 
 
-# -- losses with selected tokens (arXiv:2505.22617) ------------------------------------------------
+# -- losses with selected tokens (arXiv:2505.22617) ----------------------------------------------
 #
 # The covariance of a token is ``(A - mean A) (log p - mean log p)``: where a likely token has a
 # high advantage, its update lowers the entropy most. It is taken over all tokens of an optimizer
@@ -282,7 +282,7 @@ def covariances(log_prob_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Ten
     return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask_N, 0)
 
 
-# -- the critic and the objective ------------------------------------------------------------------
+# -- the critic and the objective ----------------------------------------------------------------
 
 
 def value_loss(

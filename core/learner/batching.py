@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm import checks
 from core.algorithm.losses import loss_weights
 from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
@@ -108,7 +107,6 @@ def mini_batching(
             scale_factor=part.loss_scale_factor or response_length,
             shuffle_seed=SHUFFLE_SEED if part.shuffle else None,
         ):
-            checks.weights_sum_to_one(mini_batch, mode)
             if select is not None:
                 tensors = getattr(mini_batch, old), mini_batch.advantages, mini_batch.loss_weight
                 mini_batch = mini_batch.adding(selected=select(*tensors, part.policy_loss))

@@ -12,7 +12,7 @@ from core.algorithm import checks
 from core.config.training_keys import AlgorithmConfig
 from core.engines import SampleRequest, SamplingParams
 from core.errors import BrokenInvariant, InputError
-from core.learner.batching import make_batch, mini_batches
+from core.learner.batching import make_batch
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 
@@ -109,18 +109,6 @@ def test_what_trains_is_what_the_engine_returned():
     sampled.forget(oldest=1)
     assert not sampled.turns
     sampled.check(groups)  # of a checkpoint: unknown
-
-
-def test_the_weights_of_a_mean_sum_to_one():
-    (step,) = mini_batches(make_batch(made_groups(), 0), prompts=2, scale_factor=1)
-    checks.weights_sum_to_one(step, "token-mean")
-    twice = step.adding(loss_weight=2 * step.loss_weight)
-    with broken("phase update: with loss_agg_mode=token-mean the weights sum to 2"):
-        checks.weights_sum_to_one(twice, "token-mean")
-    checks.weights_sum_to_one(twice, "seq-mean-token-sum")
-    left = step.loss_weight * (torch.arange(step.tokens) != step.tokens - 1)
-    with broken("phase update: 1 tokens have a loss weight and carry no loss, or"):
-        checks.weights_sum_to_one(step.adding(loss_weight=left), "seq-mean-token-sum")
 
 
 def test_nothing_is_infinite():
