@@ -51,7 +51,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m cluster
 
 test-processes: setup
-	$(BIN)/python -m pytest -m processes -n 2
+	$(BIN)/python -m pytest -m "processes and not slow" -n 2
 
 verified: setup
 	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats

@@ -22,7 +22,7 @@ from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write
 from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_tokenizer
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ray")]
 CPU = torch.device("cpu")
 APART = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear")
@@ -86,7 +86,7 @@ def stored(workers):
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.processes)])
+@pytest.mark.parametrize("kind", ["beside", "apart"])
 def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     workers = request.getfixturevalue(kind)
     train(workers)
@@ -107,7 +107,6 @@ def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     )
 
 
-@pytest.mark.processes
 def test_adapters_arrive_merged(model):
     pytest.importorskip("peft")
     workers = start(model, *LORA)
@@ -150,7 +149,7 @@ def flip(self):
     self.restore = lambda: setattr(weight_buckets, "checksum", checksum)
 
 
-@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.processes)])
+@pytest.mark.parametrize("kind", ["beside", "apart"])
 def test_a_changed_bit_is_noticed(kind, request):
     workers = request.getfixturevalue(kind)
     narrow(workers)
@@ -166,7 +165,6 @@ def test_a_changed_bit_is_noticed(kind, request):
     assert workers.sync_weights(9)["rollout_corr/probe_diff"] < 1e-5
 
 
-@pytest.mark.processes
 def test_an_engine_with_other_weights_than_its_replica_is_noticed(apart):
     """The bytes arrived, but did not all reach the model: only checksums of what the engines hold
     can tell."""
@@ -195,7 +193,6 @@ def test_a_bucket_that_is_too_small_names_the_key(beside, monkeypatch):
         beside.sync_weights(6)
 
 
-@pytest.mark.processes
 def test_an_engine_that_dies_in_mid_transfer_ends_the_sync_at_once(apart):
     """The last test of the two engines: one of them is no more."""
 

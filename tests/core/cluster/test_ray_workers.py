@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 FP64 = torch.float64
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster():
     with local_ray(8):
         yield
@@ -51,7 +51,7 @@ def side_by_side(config):
 
 
 @pytest.fixture(scope="module")
-def pair(model):
+def pair(model, cluster):
     """Two ranks and the in-process backend after the same three updates."""
     batch, (ranks, alone) = mixed_batch(), side_by_side(cluster_config(model))
     metrics = []
@@ -76,6 +76,7 @@ def call(actor, function, *arguments):
 # -- training
 
 
+@pytest.mark.processes
 def test_two_ranks_report_and_compute_what_one_process_does(pair):
     ranks, alone, metrics = pair
     for found, expected in metrics:
@@ -92,6 +93,7 @@ def test_two_ranks_report_and_compute_what_one_process_does(pair):
     assert not torch.equal(ranks.compute_log_probs(batch)[0], ranks.compute_ref_log_prob(batch))
 
 
+@pytest.mark.processes
 def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     """The metrics of rows that nothing trains on are of all ranks too."""
     ranks, alone, _ = pair
@@ -118,6 +120,7 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.processes
 def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkeypatch):
     ranks, alone, _ = pair
     assert ranks.sync_weights(4)["rollout_corr/probe_diff"] < 1e-5
@@ -131,6 +134,7 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
         ranks.sync_weights(5)
 
 
+@pytest.mark.processes
 def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     ranks, _, _ = pair
     batch = mixed_batch(groups=4)
@@ -155,7 +159,7 @@ def same_answers(ranks, alone, count):
 
 
 @pytest.mark.slow  # four more processes
-def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
+def test_ranks_that_share_layers_do_what_one_process_does(model, cluster, tmp_path):
     """Their groups get shares of a batch, whole weights reach the engine, and a checkpoint brings
     them back."""
     size = "tensor_model_parallel_size=2"
@@ -260,7 +264,7 @@ class TestRayEngine(ModelEngineContract):
 
 
 @pytest.fixture
-def small(model):
+def small(model, cluster):
     config = cluster_config(model, "actor_rollout_ref.actor.use_kl_loss=False")
     one = RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
     yield one
@@ -336,6 +340,7 @@ def test_a_death_while_samples_are_written_ends_them(small, victim):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.processes
 def test_a_hanging_engine_is_named(pair, monkeypatch):
     def plant(process):
         async def sleep_through_the_phase(request):
@@ -351,7 +356,8 @@ def test_a_hanging_engine_is_named(pair, monkeypatch):
     call(engine, lambda process: process.engine.__dict__.pop("sample", None))
 
 
-def test_a_cluster_without_room_says_so(model):
+@pytest.mark.processes
+def test_a_cluster_without_room_says_so(model, cluster):
     config = cluster_config(
         model,
         "trainer.wait_for_nodes_s=1",
