@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import ROOT, flip_bit
+from tests.checkpoints import flip_bit
 from tests.faults.kill_and_resume import (
     AtPoint,
     AtRandom,
@@ -25,6 +24,7 @@ from tests.faults.kill_and_resume import (
 )
 from tests.faults.killing import PHASES
 from tests.faults.tiny_run import command, prepare
+from tests.forked import forked_command
 
 STEPS = 6
 # A checkpoint every other step, two kept: what is written at 6 is the first to have something to
@@ -62,9 +62,12 @@ def files(tmp_path_factory) -> Path:
 def grpo(files) -> tuple[Callable, Path]:
     """The command, and the folder of an undisturbed run of it."""
     factory = command(files, "grpo", STEPS, *KL)
-    return factory, run_uninterrupted(factory, files / "whole").folder
+    done = forked_command(factory(files / "whole"))
+    assert done.returncode == 0, done.stderr
+    return factory, files / "whole"
 
 
+@pytest.mark.processes
 def test_ctrl_c_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, files):
     (factory, whole), run, log = grpo, files / "interrupted", files / "interrupted.log"
     with launched(factory(run), run) as process:
@@ -110,7 +113,7 @@ def test_a_finished_run_says_so_and_changes_nothing(grpo):
     }
     metrics = read_lines(whole / "metrics.jsonl")
     command = [*factory(whole), "trainer.total_epochs=40"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = forked_command(command)
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr
     assert "with changes, so not to the bit: " in done.stderr
     assert [
@@ -131,11 +134,11 @@ def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
     arguments = [
         f"{model}{other / 'model'}" if text.startswith(model) else text for text in factory(whole)
     ]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = forked_command(arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "actor_rollout_ref.model.path was " in done.stderr
     arguments.append("trainer.resume_with_changes=True")
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = forked_command(arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "holds weights of another model" in done.stderr
 

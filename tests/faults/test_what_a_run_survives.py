@@ -17,6 +17,7 @@ from core.checkpoint.store import CheckpointStore
 from tests.checkpoints import ROOT
 from tests.faults.kill_and_resume import compare_checkpoints, read_lines, run_uninterrupted
 from tests.faults.tiny_run import command, prepare
+from tests.forked import forked, run_module
 
 STEPS = 6
 SLOWLY = (
@@ -104,8 +105,9 @@ def test_a_full_disk_ends_in_one_line_with_1_and_the_status_failed(files, tmp_pa
     """No file may grow beyond 20 kB: records can be written, weights cannot."""
     run = tmp_path / "run"
 
-    def limited() -> None:
+    def limited(command: list[str]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        run_module(command)
 
     options = (
         "trainer.save_freq=1",
@@ -113,9 +115,7 @@ def test_a_full_disk_ends_in_one_line_with_1_and_the_status_failed(files, tmp_pa
         f"trainer.rollout_data_dir={tmp_path / 'answers'}",
     )
     arguments = command(files, "grpo", 2, *options)(run)
-    done = subprocess.run(
-        arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=limited
-    )
+    done = forked(limited, arguments)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "the checkpoint of step 2 could not be written" in last and str(run) in last, done.stderr
