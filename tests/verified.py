@@ -14,7 +14,7 @@ import os
 import yaml
 
 from core.tracking.run_manifest import ROOT, git_state
-from results.reporting.references import VERIFIED
+from results.reporting.readme_tables import VERIFIED
 
 HEAD = "# Written by `make verified`, by the tests that are named; not edited by hand.\n"
 

@@ -352,9 +352,6 @@ class TrainerConfig(Section):
     experiment_name: Name | None = bookkeeping(
         None, "run's name; null: <model>-seed<seed> (core/config/README.md)"
     )
-    reference: str | None = bookkeeping(
-        None, "row of results/references.yaml that it reproduces; null: none"
-    )
     default_local_dir: str | None = bookkeeping(
         None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>"
     )

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # DAPO with all its techniques: Qwen2.5-32B on DAPO-Math-17k, 16 nodes of 8 GPUs (arXiv:2503.14476).
 # The hyper-parameters are those of verl-recipe, dapo/run_dapo_qwen2.5_32b.sh. For the paper's append
-# preset=paper trainer.reference=dapo-32b-full trainer.experiment_name=qwen2.5_32b_paper.
+# preset=paper trainer.experiment_name=qwen2.5_32b_paper.
 # RAY_ADDRESS names the Ray cluster of its 16 nodes; train.sh tells how to make one.
 #
 #   bash recipes/dapo/run_qwen2.5_32b.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 32b qwen2.5_32b preset=script \
-    trainer.reference=dapo-32b-full-rerun \
     -- "$@"

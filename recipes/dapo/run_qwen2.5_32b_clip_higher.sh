@@ -7,7 +7,6 @@
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 32b qwen2.5_32b_clip_higher preset=paper \
-    trainer.reference=dapo-32b-clip-higher \
     actor_rollout_ref.actor.overlong_filtering=True \
     algorithm.filter_groups.enable=False \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \

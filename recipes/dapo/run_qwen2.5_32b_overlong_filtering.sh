@@ -7,7 +7,6 @@
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 32b qwen2.5_32b_overlong_filtering preset=paper \
-    trainer.reference=dapo-32b-overlong-filtering \
     actor_rollout_ref.actor.overlong_filtering=True \
     actor_rollout_ref.actor.clip_ratio_high=0.2 \
     algorithm.filter_groups.enable=False \

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # DAPO without dynamic sampling: Qwen2.5-32B, 16 nodes of 8 GPUs (arXiv:2503.14476).
 # The hyper-parameters are those of verl-recipe, dapo/run_dapo_wo_ds_qwen2.5_32b.sh. For the paper's append
-# preset=paper trainer.reference=dapo-32b-token-level trainer.experiment_name=qwen2.5_32b_wo_dynamic_sampling_paper.
+# preset=paper trainer.experiment_name=qwen2.5_32b_wo_dynamic_sampling_paper.
 # RAY_ADDRESS names the Ray cluster of its 16 nodes; train.sh tells how to make one.
 #
 #   bash recipes/dapo/run_qwen2.5_32b_wo_dynamic_sampling.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 32b qwen2.5_32b_wo_dynamic_sampling preset=script \
-    trainer.reference=dapo-32b-token-level-rerun \
     algorithm.filter_groups.enable=False \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
     -- "$@"

@@ -8,7 +8,6 @@
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 7b_math qwen2.5_7b_math preset=script \
-    trainer.reference=dapo-7b-math \
     data.max_response_length=8192 \
     algorithm.filter_groups.enable=False \
     trainer.total_training_steps=200 \

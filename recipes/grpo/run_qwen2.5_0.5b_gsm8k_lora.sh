@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO with LoRA (rank 32) on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
 # The hyper-parameters are those of verl v0.6.1, examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh. Its
-# baseline (docs/algo/baseline.md) is 54.3, but its log is of batches of 64 on two GPUs: the row grpo-0.5b-gsm8k-lora of
-# results/references.yaml has the command. The script, and so this one, has batches of 116 and reproduces no row.
+# baseline (docs/algo/baseline.md) is 54.3, but its log is of batches of 64 on two GPUs. The script, and so this one,
+# has batches of 116 and reproduces no published number.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k_lora.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 #

@@ -147,7 +147,6 @@ def shrunk(config: Config, folder: Path, nodes: int) -> dict[str, Any]:
         "trainer.val_before_train": False,
         "trainer.phase_timeout_s": HANG_S,
         "trainer.max_restarts": STEPS,
-        "trainer.reference": "null",
     }
     if hasattr(config.reward_model, "overlong_buffer"):
         settings |= {"reward_model.overlong_buffer.len": 4, "data.gen_batch_size": 8}

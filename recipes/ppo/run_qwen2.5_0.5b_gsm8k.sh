@@ -38,7 +38,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     trainer.n_gpus_per_node=1 \
     trainer.total_epochs=15 \
     trainer.experiment_name="qwen2.5_0.5b_gsm8k-seed\${trainer.seed}" \
-    trainer.reference=ppo-0.5b-gsm8k \
     trainer.save_freq=20 \
     trainer.test_freq=10 \
     -- "$@"

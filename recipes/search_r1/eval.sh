@@ -22,7 +22,6 @@ test="${SEARCH_R1_TEST:-${SEARCH_R1_DIR:-$HOME/data/search_r1}/test}"
 model="$1"
 shift
 folder="outputs/search_r1/eval-$(basename "$model")"
-for word in "$@"; do [[ "$word" != trainer.reference=* ]] || folder="outputs/search_r1/eval-${word#*=}"; done # a row has its own
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$test/$set.parquet'"; done
 sampled=actor_rollout_ref.rollout.val_kwargs

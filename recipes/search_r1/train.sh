@@ -45,8 +45,6 @@ grpo) algorithm=( # the published code makes ten updates of 2,560 trajectories; 
 *) echo "$usage" >&2; exit 2 ;;
 esac
 name="qwen2.5_$1_$2_$3"
-reference=("trainer.reference=search_r1-$1-$2-$3")
-[[ "$1-$3" != 14b-grpo ]] || reference=() # nobody published it
 shift 3
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$data/test$prompts/$set.parquet'"; done
@@ -69,7 +67,6 @@ exec "$python" -m recipes.search_r1.main_search_r1 \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
     trainer.experiment_name="$name-seed\${trainer.seed}" \
-    "${reference[@]}" \
     trainer.test_freq=100 \
     trainer.save_freq=100 \
     -- "$@"

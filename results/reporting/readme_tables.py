@@ -14,26 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from core.config import Config
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
-from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.curves import learning_curve
 from results.reporting.numbers import change, evidence, shown
 from results.reporting.pages import Table, markdown_table, sparkline
-from results.reporting.references import (
-    closed_table,
-    differing_table,
-    named_runs,
-    read_references,
-    reference_table,
-    remarks,
-    set_table,
-)
 from results.reporting.run_reader import NOT_RECORDED, load_run
 from results.reporting.summaries import Summary, group_name, grouped_summaries, read_summaries
 
+VERIFIED = "verified.yaml"  # of results/; the tests that repeat published runs write it
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
 CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
@@ -238,16 +231,11 @@ def run_table(
 
 
 def render(results: Path) -> str:
-    """Return the text of ``results/README.md``.
-
-    Raises:
-        InputError: a published run names a row of ``references.yaml`` that does not exist.
-    """
-    summaries, references = read_summaries(results), read_references(results)
-    named = named_runs(results, summaries, references)
+    """Return the text of ``results/README.md``."""
+    summaries = read_summaries(results)
     found = experiments(summaries)
-    verified = references["verified"]
-    tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
+    record = results / VERIFIED
+    verified = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else []
     several, single = (
         [one for one in found if (len(one.runs) > 1) is many] for many in (True, False)
     )
@@ -273,26 +261,7 @@ def render(results: Path) -> str:
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report "
         "results/<recipe>/<run> ...`. "
-        "Ablations, with the numbers of their seeds: [dapo](dapo/ablation.md), "
-        "[search_r1](search_r1/ablation.md), and "
-        "estimators and losses on one task: [lab](lab/ablation.md).",
-        "## Reported elsewhere",
-        "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was "
-        "validated at its end on "
-        "all of the row's questions, and has the settings that `references.yaml` names for the "
-        "row. Paths of training "
-        "data are not compared. Differences are in points.",
-        markdown_table(reference_table(references, named)),
-        *(_section("### By data set", set_table(references, named))),
-        *(_section("### Runs that name a row and differ", differing_table(named))),
-        *(_section("### Not to be reproduced from what was published", closed_table(references))),
-        "\n".join(remarks(references)),
-        "A reported number is one validation of one run. Its interval is the noise of one "
-        "question set of that size "
-        "(Wilson; of several answers a question an upper bound), and does not hold what another "
-        "seed would change.",
-        "Source tags:",
-        tags,
+        "Papers' tables in miniature, with a verdict for each statement: [tables](tables/).",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -351,10 +320,6 @@ def update(results: Path, check: bool = False) -> int:
     """Write the generated files, or compare them with ``check``; return 1 where a check found a
     difference, else 0."""
     wanted = {results / "README.md": render(results)}
-    wanted |= {
-        path.with_name(PAGE): render_ablations(path.parent)
-        for path in sorted(results.glob(f"*/{NUMBERS}"))
-    }
     if headlines(read_summaries(results)):
         wanted[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"

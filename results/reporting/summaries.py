@@ -173,11 +173,6 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "seconds": round(run.seconds, 1),
         "hardware": hardware_of(run.session),
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
-        **(
-            {"reference": reference}
-            if (reference := run.config.get("trainer.reference")) is not None
-            else {}
-        ),
         "commit": commit_of(run.session),
         "results": results,
     }

@@ -36,7 +36,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def seeded(seed: int, **changes) -> Config:
-    named = {"trainer.experiment_name": f"lab_s{seed}", "trainer.reference": "grpo-lab"}
+    named = {"trainer.experiment_name": f"lab_s{seed}"}
     return configured({"trainer.seed": seed, **named, **changes})
 
 
@@ -411,40 +411,12 @@ def test_the_first_and_the_last_fifth_of_a_thinned_run_are_of_its_steps(tmp_path
 
 # --- result tables ---
 
-ROW = {
-    "recipe": "grpo",
-    "model": "outputs/lab/base",
-    "method": "GRPO",
-    "data_source": "lab/hops",
-    "tag": "R",
-}
-ROWS = [
-    {
-        **ROW,
-        "id": "grpo-lab",
-        "value": 98,
-        "source": "a paper, table 1",
-        "command": "bash recipes/grpo/run_lab.sh",
-    },
-    {
-        **ROW,
-        "id": "ppo-other",
-        "value": 69.5,
-        "source": "a page",
-        "command": "bash run.sh",
-        "note": "strict",
-    },
-]
-
 
 @pytest.fixture
 def repository(runs, tmp_path) -> Path:
     results = tmp_path / "results"
     for seed in (1, 2, 3):
         publish(runs / f"grpo/lab_s{seed}", results / "grpo" / f"lab_s{seed}")
-    (results / "references.yaml").write_text(
-        yaml.safe_dump({"tags": {"R": "read"}, "references": ROWS})
-    )
     (tmp_path / "README.md").write_text(
         f"# Top\n\n{result_tables.BEGIN}\nold\n{result_tables.END}\n\nrest\n"
     )
@@ -461,13 +433,7 @@ def test_tables_are_generated_from_the_summaries(repository):
     ):
         row = next(line for line in table.splitlines() if line.startswith("| grpo/lab |"))
         assert after in row and all(fact in row for fact in facts)
-    reference = next(line for line in text.splitlines() if "a paper, table 1 [R]" in line)
-    assert "| 98.0 |" in reference and f"{after} (grpo/lab)" in reference
-    assert (
-        "not run (`bash run.sh`)" in text
-        and "[grpo/lab_s2](grpo/lab_s2/)" in text
-        and "- ppo-other: strict" in text
-    )
+    assert "[grpo/lab_s2](grpo/lab_s2/)" in text
     assert top.startswith("# Top\n") and top.endswith("\n\nrest\n") and "\nold\n" not in top
 
 

@@ -1,0 +1,117 @@
+"""The pages of papers' tables, ``results/tables/<paper>-<name>.{md,svg}``, and lines of READMEs.
+
+``python -m results.tables.page`` makes them from the tables' files and committed numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from core.files import write_atomic
+from core.tracking.run_manifest import ROOT
+from core.tracking.validation import Estimate, t_interval
+from results.tables.table import AGAIN_P, PAGES, Numbers, Table, tables_of
+
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+HEADER = (
+    "| statement | in the paper | here | verdict | minutes | table |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
+
+
+def interval(estimate: Estimate, sign: str = "") -> str:
+    return f"{estimate.value:{sign}.1f} [{estimate.low:{sign}.1f}, {estimate.high:{sign}.1f}]"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3g}"
+
+
+def minutes(numbers: Numbers) -> str:
+    return f"{numbers['cpu_seconds'] / 60:.0f}"
+
+
+def fill(template: str, table: Table, numbers: Numbers, **values: object) -> str:
+    """Return a template of this folder, filled."""
+    options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
+    environment.filters |= {"interval": interval, "number": number, "minutes": minutes}
+    return environment.get_template(template).render(table=table, numbers=numbers, **values)
+
+
+def render(table: Table, numbers: Numbers) -> str:
+    """Return a table's page."""
+    return fill("page.md.jinja", table, numbers, mean=t_interval, again_p=AGAIN_P)
+
+
+def forest(table: Table, numbers: Numbers) -> str:
+    """Return the differences of rows and controls as a picture, here and in the paper."""
+    pairs = [pair for name, pair in table.pairs.items() if name != "rewards_of_others"]  # far off
+    gaps = [table.gap(numbers, pair) for pair in pairs]
+    papers = [gap for pair in pairs if (gap := table.paper_gap(pair)) is not None]
+    ends = [0.0, *papers, *(gap.low for gap in gaps), *(gap.high for gap in gaps)]
+    low = min(ends)
+    scale = 456 / (max(ends) - low or 1)
+    drawn = {"pairs": pairs, "low": low, "high": max(ends)}
+    return fill(
+        "forest.svg.jinja", table, numbers, x=lambda v: round(12 + scale * (v - low), 1), **drawn
+    )
+
+
+def statement_lines(table: Table, numbers: Numbers, folder: str) -> Iterator[tuple[bool, str]]:
+    """Yield each statement's line of a README, and whether it is a headline."""
+    link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
+    for each in table.statements:
+        here = interval(table.gap(numbers, each), "+")
+        cells = [each.says, number(table.paper_gap(each)), here]
+        cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
+        yield each.headline, f"| {' | '.join(cells)} |\n"
+
+
+def summary(table: Table) -> str:
+    """Return a table with its verdicts and minutes in one line."""
+    outcome = ["not run" if table.lab else "no miniature"]
+    if numbers := table.numbers():
+        counts = Counter(table.verdict(numbers, each) for each in table.statements)
+        outcome = [*(f"{n} {name}" for name, n in counts.items()), f"{minutes(numbers)} minutes"]
+    return f"{table.name}: {table.paper.title}, {table.paper.table}: {', '.join(outcome)}"
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Yield every generated file with its text: pages, pictures, READMEs with their lines."""
+    made = [(table, numbers) for table in tables_of() if (numbers := table.numbers())]
+    for table, numbers in made:
+        yield PAGES / f"{table.id}.md", render(table, numbers)
+        yield PAGES / f"{table.id}.svg", forest(table, numbers)
+    for recipe in sorted({table.recipe for table, _ in made}):
+        pairs = [pair for pair in made if pair[0].recipe == recipe]
+        lines = [
+            line for pair in pairs for _, line in statement_lines(*pair, "../../results/tables/")
+        ]
+        yield with_lines(ROOT / "recipes" / recipe / "README.md", lines)
+    lines = [
+        line for pair in made for top, line in statement_lines(*pair, "results/tables/") if top
+    ]
+    yield with_lines(ROOT / "README.md", lines)
+
+
+def with_lines(readme: Path, lines: Iterable[str]) -> tuple[Path, str]:
+    """Return a README and its text, with these lines between its markers."""
+    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return readme, f"{head}{BEGIN}\n{HEADER}{''.join(lines)}{END}{tail}" if rest else head
+
+
+def update() -> None:
+    """Write the generated files."""
+    for path, text in generated():
+        write_atomic(path, text)
+
+
+if __name__ == "__main__":
+    update()

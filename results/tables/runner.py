@@ -1,0 +1,239 @@
+"""Run what is missing of a paper's table, and print its page: ``recipes/<paper>/reproduce.sh``.
+
+A run of the miniature is forked from one process that has imported everything. Its record is kept
+under a hash of its arguments, so that tables share runs, and a stopped command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from core import command_line
+from core.config import code_by_path, recipes
+from core.config.paths import run_folder
+from core.dry_run import is_dry_run
+from core.errors import InputError
+from core.files import write_atomic
+from core.tracking.loggers import progress
+from core.tracking.run_manifest import git_state
+from results.reporting.run_scripts import read_script
+from results.tables import page
+from results.tables.table import PAGES, Measure, Numbers, Table, tables_of
+
+OUTPUTS = Path("outputs/tables")
+AGAIN_SEED = 100  # added to a row's seed in the control `again`
+PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2", "pyarrow.parquet")
+EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
+PLANTED = "recipes.lab.controls:with_rewards_of_others"
+Run = tuple[str, int]  # a row, or a control of the first row, and a seed
+
+
+# --- the miniature ---
+
+
+def seed_of(run: Run) -> int:
+    return run[1] + AGAIN_SEED * (run[0] == "again")
+
+
+def arguments(table: Table, run: Run) -> list[str]:
+    """Return the command line of a run, without its folder."""
+    row = table.rows.get(run[0]) or table.rows[table.first_row]
+    execution = [f"preset={table.lab.preset}", *EXECUTION, f"trainer.seed={seed_of(run)}"]
+    return [*execution, *table.lab.keys, *row.keys, *row.lab_keys]
+
+
+def record_file(table: Table, run: Run) -> Path:
+    content = [*arguments(table, run), run[0] == "rewards_of_others"]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return OUTPUTS / table.recipe / f"{digest}.json"
+
+
+def measured(measure: Measure, rows: Sequence[Mapping[str, float]]) -> float:
+    """Return a measure in percent, from the rows of ``metrics.jsonl``."""
+    values = [row[measure.metric] for row in rows if measure.metric in row]
+    last = len(values) if measure.over == "all" else int(measure.over.split()[1])
+    return round(100 * statistics.fmean(values[-last:]), 3)
+
+
+def train(table: Table, run: Run) -> None:
+    """Train a run in this process, which was forked for it, and write its record."""
+    path = record_file(table, run)
+    folder = path.with_suffix("")
+    with open(path.with_suffix(".log"), "w", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    own = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
+    config = command_line.prepare(table.recipe, [*arguments(table, run), *own])
+    trainer = code_by_path.load_object(recipes.trainer_of(table.recipe))
+    if run[0] == "rewards_of_others":
+        trainer = code_by_path.load_object(PLANTED)(trainer)
+    command_line.train(trainer, config)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["status"] != "finished":
+        raise SystemExit(f"the run is {manifest['status']}")
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    record = {
+        "metrics": [{k: v for k, v in row.items() if k.startswith("val-")} for row in rows],
+        "cpu_seconds": round(time.process_time(), 1),
+        "commit": git_state()["commit"][:10],
+        "base": manifest["models"]["actor"]["sha256"],
+    }
+    write_atomic(path, json.dumps(record) + "\n")
+
+
+def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
+    """Train these runs, ``jobs`` side by side.
+
+    No pool of threads may start in this process: a fork copies its locks, and not its threads.
+    """
+    for module in (*PRELOADED, recipes.trainer_of(table.recipe).partition(":")[0]):
+        importlib.import_module(module)
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(runs), {}
+    with progress(table.id, len(runs), "run") as count:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                process = context.Process(target=train, args=(table, waiting.pop(0)))
+                process.start()
+                running[process.sentinel] = process
+            for sentinel in wait(list(running)):
+                running.pop(sentinel).join()
+                count()
+
+
+def work(table: Table, seeds: Sequence[int], jobs: int) -> int:
+    """Run what is missing of the miniature and print the page; return the exit status."""
+    files = {
+        (arm, seed): record_file(table, (arm, seed))
+        for seed in seeds
+        for arm in (*table.rows, *table.lab.controls)
+    }
+    missing = [run for run, file in files.items() if not file.exists()]
+    print(
+        f"{page.summary(table)}; here {len(missing)} of {len(files)} runs are missing", flush=True
+    )
+    numbers = [str(seed) for seed in sorted(set(map(seed_of, missing)))]
+    texts = [text.replace("{seed}", n) for text in table.lab.prepare for n in numbers]
+    commands = list(dict.fromkeys(texts))
+    if is_dry_run():
+        print("\n".join([*commands, *(f"train {arm}, seed {seed}" for arm, seed in missing)]))
+        return 0
+    if any(map(shell, commands)):
+        return 1
+    (OUTPUTS / table.recipe).mkdir(parents=True, exist_ok=True)
+    run_all(table, missing, jobs)
+    if lost := [str(file.with_suffix(".log")) for file in files.values() if not file.exists()]:
+        print(f"{len(lost)} runs did not finish: see {' '.join(lost)}", file=sys.stderr)
+        return 1
+    records = {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
+    collected = collect(table, seeds, records)
+    if len(seeds) == table.lab.seeds:
+        write_atomic(PAGES / f"{table.id}.json", json.dumps(collected, indent=1) + "\n")
+        page.update()
+    print(page.render(table, collected))
+    return 0
+
+
+def collect(table: Table, seeds: Sequence[int], records: Mapping[Run, Any]) -> Numbers:
+    """Return what is committed of a table: each seed's measures, and where they come from."""
+    every = records.values()
+    values = {
+        name: {
+            arm: [measured(measure, records[arm, seed]["metrics"]) for seed in seeds]
+            for arm in dict.fromkeys(arm for arm, _ in records)
+        }
+        for name, measure in table.lab.measures.items()
+    }
+    return {
+        "digest": table.digest,
+        "seeds": list(seeds),
+        "runs": len(every),
+        "cpu_seconds": round(sum(record["cpu_seconds"] for record in every)),
+        "commits": sorted({record["commit"] for record in every}),
+        "base": sorted({record["base"] for record in every}),
+        "values": values,
+    }
+
+
+# --- the paper's size ---
+
+
+def stages(table: Table, name: str) -> list[tuple[str, str, list[Path]]]:
+    """Return what a row takes at the paper's size: names, commands, and the files they make."""
+    words = [f"recipes/{table.recipe}/{table.rows[name].script}", *table.rows[name].keys]
+    words.append(f"trainer.experiment_name={table.name}-{name}")
+    config = read_script(Path(words[0]), words[1:]).config
+    data = [Path(file).expanduser() for file in (*config.data.train_files, *config.data.val_files)]
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    folder = run_folder(config)
+    answers = folder / "evaluation/answers.jsonl"
+    export = f"{shlex.join(['bash', *words])} && python -m core.export {folder} {folder}/export"
+    generate = f"python -m core.evaluate generate {table.recipe} --run {folder} --out {answers}"
+    score = f"python -m core.evaluate score {answers} --name own"
+    return [
+        ("data", " && ".join(table.paper.data), data),
+        (f"train on {gpus} GPUs, export", export, [folder / "export"]),
+        ("evaluate", f"{generate} && {score}", [answers.with_suffix(".scores-own.jsonl")]),
+    ]
+
+
+def work_at_paper_scale(table: Table) -> int:
+    """Run what is missing of the rows that have a script; return the first status that is not 0."""
+    print(f"needs {table.paper.needs}")
+    for name, row in table.rows.items():
+        for stage, command, makes in stages(table, name) if row.script else ():
+            missing = [str(path) for path in makes if not path.exists()]
+            print(f"{name}, {stage}: {'missing' if missing else 'done'}\n  {command}", flush=True)
+            if missing and not is_dry_run() and (status := shell(command)):
+                return status
+    return 0
+
+
+def shell(command: str) -> int:
+    """Run a command with this Python and return its status. Its output goes to stderr."""
+    text = command.replace("python ", f"{sys.executable} ")
+    return subprocess.run(["bash", "-c", text], stdout=sys.stderr).returncode
+
+
+def main() -> int:
+    """Do what the command line names and return the exit status: 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="reproduce.sh", description=__doc__)
+    parser.add_argument("recipe", help=argparse.SUPPRESS)
+    parser.add_argument("table", nargs="?", help="without one the paper's tables are listed")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default 2)")
+    parser.add_argument("--seeds", type=int, help="fewer than the table's: a pilot without a page")
+    args = parser.parse_args()
+    try:
+        tables = {table.name: table for table in tables_of(args.recipe)}
+        if args.table is None:
+            print("\n".join(map(page.summary, tables.values())))
+            return 0
+        table = tables.get(args.table)
+        if table is None or not (table.lab or os.environ.get("SCALE") == "paper"):
+            rule = "is no table" if table is None else "has no miniature, set SCALE=paper"
+            raise InputError(f"table={args.table}: {rule}; choose one of {', '.join(tables)}")
+        if os.environ.get("SCALE") == "paper":
+            return work_at_paper_scale(table)
+        return work(table, range(1, (args.seeds or table.lab.seeds) + 1), args.jobs)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

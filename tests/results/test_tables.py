@@ -1,0 +1,182 @@
+"""Papers' tables: what a file may hold, the rule of the verdicts, and the generated pages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.config import examine
+from core.errors import InputError
+from core.tracking.run_manifest import ROOT
+from recipes.lab.controls import with_rewards_of_others
+from results.tables import page, runner
+from results.tables.table import PAGES, Pair, Statement, Table, read_table, tables_of
+
+FILE = {
+    "paper": {"title": "A", "table": "table 1", "link": "arXiv:1", "unit": "%"},
+    "rows": {
+        "first": {"label": "a", "paper": 40.0, "script": "run.sh"},
+        "second": {"label": "b", "paper": 30.0, "against": "first", "keys": ["data.seed=3"]},
+    },
+    "statements": [{"says": "b is worse", "row": "second", "against": "first", "expects": "below"}],
+    "lab": {
+        "about": "x",
+        "preset": "lab",
+        "seeds": 4,
+        "controls": ["again", "rewards_of_others"],
+        "measures": {"accuracy": {"metric": "val", "over": "last 2"}},
+    },
+}
+VALUES = {
+    "first": [80.0, 82.0, 81.0, 83.0],
+    "second": [70.0, 71.0, 72.0, 71.0],
+    "again": [81.0, 81.0, 82.0, 82.0],
+    "rewards_of_others": [10.0, 12.0, 11.0, 13.0],
+}
+
+
+def written(folder: Path, **changes) -> Path:
+    path = folder / "recipes" / "paper" / "tables" / "one.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({**FILE, **changes}, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def table(tmp_path) -> Table:
+    return read_table(written(tmp_path))
+
+
+def numbers(table: Table, **values) -> dict:
+    facts = {"seeds": [1, 2, 3, 4], "runs": 16, "cpu_seconds": 660, "commits": ["abc"]}
+    return {**facts, "base": ["f" * 64], "values": {"accuracy": {**VALUES, **values}}}
+
+
+def test_a_planted_bug_turns_the_verdict_and_a_failed_control_takes_it_away(table):
+    statement = table.statements[0]
+    assert table.verdict(numbers(table), statement) == "holds"
+    swapped = numbers(table, first=VALUES["second"], second=VALUES["first"], again=VALUES["second"])
+    assert table.verdict(swapped, statement) == "fails"
+    assert table.verdict(numbers(table, second=[80.0, 83.0, 80.0, 84.0]), statement) == "not seen"
+    learns = numbers(table, rewards_of_others=VALUES["again"])
+    other = numbers(table, again=[60.0, 61.0, 60.0, 62.0])
+    assert table.failed_controls(learns) == ["rewards_of_others"]
+    assert table.failed_controls(other) == ["again"]
+    assert table.verdict(learns, statement) == table.verdict(other, statement) != "holds"
+    assert "| **holds** |" not in page.render(table, learns)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.4, -0.3, 0.2, 0.1], "holds"),
+        ([4.0, 4.1, 3.9, 4.2], "fails"),
+        ([-4.0, -4.1, -3.9, -4.2], "fails"),
+        ([1.0, 3.5, -1.0, 2.0], "not seen"),
+    ],
+)
+def test_equality_is_judged_by_its_margin(table, differences, verdict):
+    said = {"says": "same", "row": "second", "against": "first", "expects": "equal", "margin": 2.0}
+    shifted = [a + d for a, d in zip(VALUES["first"], differences, strict=True)]
+    assert table.verdict(numbers(table, second=shifted), Statement(**said)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sweep": 1}, "sweep=1"),
+        ({"rows": {"first": {"label": "a", "against": "third"}}}, "=third"),
+        ({"rows": {**FILE["rows"], "third": {"label": "c", "keys": ["x"]}}}, "rows.third.keys=x"),
+        ({"statements": [{**FILE["statements"][0], "expects": "equal"}]}, "statements.0.margin=0"),
+        ({"statements": [{**FILE["statements"][0], "measure": "b"}]}, "statements.0.measure=b"),
+        (
+            {"lab": {**FILE["lab"], "measures": {"a": {"metric": "v", "over": "best"}}}},
+            "over='best'",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_with_file_key_and_fix(tmp_path, changes, key):
+    path = written(tmp_path, **changes)
+    with pytest.raises(InputError) as error:
+        read_table(path)
+    assert all(line.startswith(f"{path}: ") and "; " in line for line in error.value.problems)
+    assert key in str(error.value)
+
+
+def test_the_difference_of_the_paper_is_of_the_first_measure_alone(table):
+    pair = Pair(says="", row="second", against="first")
+    assert table.paper_gap(pair) == -10
+    assert table.paper_gap(pair.model_copy(update={"measure": "pass@8"})) is None
+
+
+def test_numbers_of_another_version_of_the_file_are_nobody_s(table, tmp_path, monkeypatch):
+    monkeypatch.setattr("results.tables.table.PAGES", tmp_path)
+    (tmp_path / "paper-one.json").write_text(json.dumps({"digest": table.digest}))
+    assert table.numbers() is not None
+    words = table.model_copy(update={"paper": table.paper.model_copy(update={"note": "other"})})
+    assert words.digest == table.digest
+    longer = table.lab.model_copy(update={"keys": ("trainer.total_training_steps=9",)})
+    assert table.model_copy(update={"lab": longer}).numbers() is None
+
+
+def test_no_answer_of_the_control_keeps_its_reward():
+    @dataclass(frozen=True)
+    class Group:
+        scores: tuple[int, ...]
+
+    class Trainer:
+        def make_batch(self, groups_P):
+            return groups_P
+
+    planted = with_rewards_of_others(Trainer)().make_batch([Group((1, 2)), Group((3, 4))])
+    assert [group.scores for group in planted] == [(2, 3), (4, 1)]
+
+
+def test_every_committed_page_is_what_its_file_and_its_numbers_give():
+    ids = {table.id for table in tables_of() if table.numbers()}
+    assert ids == {path.stem for path in PAGES.glob("*.json")}
+    for path, text in page.generated():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path}: run python -m results.tables.page"
+        )
+
+
+@pytest.mark.parametrize("table", tables_of(), ids=lambda table: table.id)
+def test_every_run_of_a_miniature_composes_and_every_script_exists(table):
+    for arm in (*table.rows, *table.lab.controls) if table.lab else ():
+        assert not examine(table.recipe, runner.arguments(table, (arm, 1))).problems, arm
+    for row in table.rows.values():
+        assert not row.script or (ROOT / "recipes" / table.recipe / row.script).exists(), row.script
+
+
+def test_a_dry_run_lists_what_is_missing_and_a_record_is_not_made_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = next(table for table in tables_of("search_r1") if table.name == "masking")
+    record = runner.record_file(table, ("masked", 1))
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    command = [
+        sys.executable,
+        "-m",
+        "results.tables.runner",
+        "search_r1",
+        "masking",
+        "--seeds",
+        "1",
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "DRY_RUN": "1", "PATH": "/usr/bin:/bin"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "train unmasked, seed 1" in shown.stdout and "train masked, seed 1" not in shown.stdout
+
+
+def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
+    rows = [{"val": 0.1}, {"loss": 1.0}, {"val": 0.3}, {"val": 0.5}]
+    measure = table.lab.measures["accuracy"]
+    assert runner.measured(measure, rows) == 40.0
+    assert runner.measured(measure.model_copy(update={"over": "all"}), rows) == 30.0
