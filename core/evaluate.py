@@ -323,7 +323,7 @@ def answering(
     """
     from core.cluster.workers import ray_backend
     from core.config.code_by_path import load_object
-    from core.engines import make_engine
+    from core.engines.engine import make_engine
     from core.learner.models import check_lengths
     from core.run import prepare_torch
 

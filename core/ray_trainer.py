@@ -23,7 +23,7 @@ from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
 from core.data.prompts import PromptStream, warn_of_trained_questions
-from core.engines import sampling_params
+from core.engines.engine import sampling_params
 from core.learner.batching import make_batch
 from core.rewards.scorer_check import check_hooks
 from core.rollout.collect import (

@@ -16,7 +16,7 @@ import torch
 from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
 from core.data.vocabulary import policy_template, with_template_date
-from core.engines import SamplingParams, sampling_params
+from core.engines.engine import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import UnhealthyRun, memory_phase
 from core.learner.batching import mini_batching

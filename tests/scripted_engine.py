@@ -17,9 +17,7 @@ from torch import Tensor
 
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import end_ids
-from core.engines import SampleRequest
-from core.engines.in_process_engine import Row
-from core.engines.sampling import StopRule
+from core.engines.engine import Generation, SampleRequest, StopRule
 from core.types import Stop, Trajectory
 
 # Of the event loop between two ends: consumers that await one another react within one instant
@@ -28,7 +26,7 @@ LOGPROB = -1.0  # of every token
 
 
 class ScriptedEngine:
-    """Satisfies :class:`core.engines.RolloutEngine` in everything but having weights.
+    """Satisfies :class:`core.engines.engine.RolloutEngine` in everything but having weights.
 
     ``respond(request)`` gives the response as token ids, or as text, to which the end-of-sequence
     id is appended; the request's limits and stops cut it as they would cut a model's. What it
@@ -67,7 +65,7 @@ class ScriptedEngine:
         if isinstance(script, str):
             script = [*self.tokenizer.encode(script, add_special_tokens=False), *sorted(self.eos)]
         rule = StopRule(request.sampling, self.eos, self.tokenizer)
-        row = Row(request, rule, self.policy_version)
+        row = Generation(request, rule, self.policy_version)
         for token in script:
             if row.write(int(token), LOGPROB):
                 break

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from core.engines import RolloutEngine, SampleRequest, make_engine
+from core.engines.engine import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.grading import Answer, Scores

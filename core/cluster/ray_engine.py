@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from core.cluster.ray_watch import GRACE_S, Watch
-from core.engines import SampleRequest
+from core.engines.engine import SampleRequest
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
 from core.learner.passes import WeightSyncError

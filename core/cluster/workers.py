@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from core.data.vocabulary import known_ids
-from core.engines import NoEngine, RolloutEngine, make_engine
+from core.engines.engine import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.learner import Models
 from core.learner.lora import merged_weights

@@ -1,9 +1,9 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
-Ids go in, ids and log-probs come out; ``core.engines.sampling`` decides what ended a response.
-Samples of a prompt share its whole blocks by prefix caching. With tensor parallelism vLLM starts a
-process for each GPU, which imports this file for :class:`BucketReceiver` and :class:`UnknownIds`;
-else all of it is in this one.
+Ids go in, ids and log-probs come out; ``core.engines.engine.StopRule`` decides what ended a
+response. Samples of a prompt share its whole blocks by prefix caching. With tensor parallelism vLLM
+starts a process for each GPU, which imports this file for :class:`BucketReceiver` and
+:class:`UnknownIds`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import nn
 from core.config.section import FULL_PRECISION, thaw
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
-from core.engines.in_process_engine import InProcessEngine, Row
+from core.engines.engine import Generation
+from core.engines.in_process_engine import InProcessEngine
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, checksum
 from core.errors import InputError, WorkersLost
 from core.learner.models import config_changes, load_policy, positions, resolve_path
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.vision.pictures import Pictures
 
-# Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller
-# set them.
+# Read when vllm is imported: the engine core in this process, a quiet log, the caller's threads
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -53,8 +53,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
     LogitsProcessor as RunnerLogitsProcessor,
 )
 
-DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
-# Of keys and values; vLLM's own default is a share of the machine's memory
+DEVICE = current_platform.device_type  # where this build of vLLM computes: "cpu" or "cuda"
+# For keys and values; vLLM's own default is a share of the machine's memory
 CPU_CACHE_BYTES = 1 << 30
 FIXED = {
     "skip_tokenizer_init": True,
@@ -65,76 +65,72 @@ FIXED = {
     "worker_extension_cls": f"{__name__}.BucketReceiver",
     "seed": 0,
 }
-UNKNOWN = "unknown_ids"  # of vLLM's additional_config
+UNKNOWN = "unknown_ids"  # a key of vLLM's additional_config
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-HIDDEN = "llvmlite.binding.ffi"
-LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
+HIDDEN_MODULE = "llvmlite.binding.ffi"
+LEAST_LENGTH = 64  # tokens of prompt and response: the probe's text is a prompt too
 
 
 class VLLMEngine(InProcessEngine):
-    """Satisfies :class:`core.engines.RolloutEngine` once the first weights have come: before, they
-    are random.
+    """The engine of vLLM, which samples once the first weights have come: before, they are random.
 
-    ``skeleton`` is the model on the meta device; ``options`` are vLLM's engine arguments. Where
-    ``enable_sleep_mode`` is among them, ``sleep`` frees the GPU. Weights that are not finite leave
+    ``skeleton`` is the model on the meta device; ``options`` are vLLM's engine arguments. With
+    ``enable_sleep_mode`` among them, ``sleep`` frees the GPU. Weights that are not finite leave
     their mark in the cache for good.
     """
 
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
         processes = options.get("tensor_parallel_size", 1)
-        # Without an executor named here vLLM would look for a Ray of its own inside a Ray actor.
-        options = {
-            **FIXED,
-            "distributed_executor_backend": "mp" if processes > 1 else "uni",
-            **options,
-        }
+        # Without an executor named here vLLM would look for a Ray of its own inside a Ray actor
+        executor = "mp" if processes > 1 else "uni"
+        options = {**FIXED, "distributed_executor_backend": executor, **options}
         if DEVICE == "cpu":
             options = _on_cpu(options)
-        if reads_media := modality_of(skeleton.config).reads_media:
+        self.reads_media = modality_of(skeleton.config).reads_media
+        if self.reads_media:
             from core.vision.vllm_pictures import prepare
 
             options |= prepare(skeleton)
-        if len(
-            unknown := unknown_among(
-                known_ids(tokenizer), skeleton.config.get_text_config().vocab_size
-            )
-        ):
+        vocab_size = skeleton.config.get_text_config().vocab_size
+        unknown = unknown_among(known_ids(tokenizer), vocab_size)
+        if len(unknown):
             options["logits_processors"] = [f"{__name__}:UnknownIds"]
             options["additional_config"] = {UNKNOWN: unknown.tolist()}
-        with _process_kept(), _told_what_avoids_it():
+        with _process_kept(), _hf_advised():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
-        super().__init__(
-            tokenizer, skeleton, torch.device(DEVICE), self.llm.model_config.max_model_len
-        )
-        self.sleeps, self.reads_media = bool(options.get("enable_sleep_mode")), reads_media
-        self._rows: dict[str, Row] = {}
+        max_length = self.llm.model_config.max_model_len
+        super().__init__(tokenizer, skeleton, torch.device(DEVICE), max_length)
+        self.sleeps = bool(options.get("enable_sleep_mode"))
+        self._by_name: dict[str, Generation] = {}
         self._names = map(str, count())
 
-    def _running(self) -> list[Row]:
-        return list(self._rows.values())
+    def _running(self) -> list[Generation]:
+        return list(self._by_name.values())
 
     def _admit(self) -> None:
-        for row in self._waiting:  # vLLM queues by itself
-            sampling, rule, name = row.request.sampling, row.rule, next(self._names)
-            self._rows[name] = row
+        for generation in self._waiting:  # vLLM has a queue of its own
+            request = generation.request
+            sampling = request.sampling
+            rule = generation.rule
+            end_ids = [i for i in sorted(rule.eos | rule.stop_ids) if i < self.vocab_size]
+            # Where stop strings may end a response, every token is examined; else it comes whole
+            output_kind = RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY
+            name = next(self._names)
+            self._by_name[name] = generation
             self._submit(
                 name,
-                row.request.prompt_ids,
-                row.request.media,
+                request.prompt_ids,
+                request.media,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                # Torch's generator on the CPU reads the lower 32 bits
-                seed=derive_seed("vllm", row.request.seed),
+                # Hashed, since torch's generator on a CPU reads only the lower 32 bits
+                seed=derive_seed("vllm", request.seed),
                 max_tokens=sampling.max_tokens,
-                stop_token_ids=[i for i in sorted(rule.eos | rule.stop_ids) if i < self.vocab_size],
+                stop_token_ids=end_ids,
                 ignore_eos=True,  # it is among the stop ids, or not wanted
                 logprobs=0,  # of the sampled token
-                # Where stop strings may end a response, every token is examined; else it comes
-                # whole.
-                output_kind=RequestOutputKind.DELTA
-                if rule.strings
-                else RequestOutputKind.FINAL_ONLY,
+                output_kind=output_kind,
             )
         self._waiting = []
 
@@ -150,34 +146,35 @@ class VLLMEngine(InProcessEngine):
             prompt = tokens_input(list(token_ids))
         self.llm.add_request(name, prompt, sampling)
 
-    def _advance(self) -> list[Row]:
+    def _advance(self) -> list[Generation]:
         ended = []
-        for output in self._ask(self.llm.step):
-            row, (part,) = self._rows[output.request_id], output.outputs
-            done = any(
-                [
-                    row.write(*pair)
-                    for pair in zip(part.token_ids, part.logprobs.logprobs, strict=True)
-                ]
-            )
-            if output.finished != done and not row.rule.strings:
+        for output in self._guarded(self.llm.step):
+            name = output.request_id
+            generation = self._by_name[name]
+            (part,) = output.outputs
+            has_ended = False
+            for token, logprob in zip(part.token_ids, part.logprobs.logprobs, strict=True):
+                has_ended |= generation.write(token, logprob)
+            if output.finished != has_ended and not generation.rule.strings:
                 raise RuntimeError(
                     f"vLLM ended a response with {part.finish_reason} ({part.stop_reason})"
                 )
-            if done:
-                ended.append(output.request_id)
+            if has_ended:
+                ended.append(name)
                 if not output.finished:
-                    self.llm.abort_request([output.request_id])
-        return [self._rows.pop(name) for name in ended]
+                    self.llm.abort_request([name])
+        return [self._by_name.pop(name) for name in ended]
 
-    def _drop(self, rows: list[Row]) -> None:
-        gone = set(map(id, rows))
-        self.llm.abort_request([name for name, row in self._rows.items() if id(row) in gone])
-        self._rows = {name: row for name, row in self._rows.items() if id(row) not in gone}
+    def _drop(self, generations: list[Generation]) -> None:
+        gone = set(map(id, generations))
+        names = [name for name, each in self._by_name.items() if id(each) in gone]
+        self.llm.abort_request(names)
+        for name in names:
+            del self._by_name[name]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of each of vLLM's processes, and return what they return."""
-        return self._ask(self.llm.collective_rpc, method, args=arguments)
+        """Call a method of each of vLLM's processes, and return their results."""
+        return self._guarded(self.llm.collective_rpc, method, args=arguments)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
         super().begin_update(weights)
@@ -205,9 +202,7 @@ class VLLMEngine(InProcessEngine):
         self.llm.sleep(level=2)  # 2: the weights are not kept either
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         self._refuse_in_flight("probe")
-        whole = RequestOutputKind.FINAL_ONLY
         self._submit(
             "probe",
             token_ids,
@@ -215,17 +210,20 @@ class VLLMEngine(InProcessEngine):
             max_tokens=1,
             temperature=0,
             prompt_logprobs=0,
-            output_kind=whole,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        while not (outputs := self._ask(self.llm.step)):
-            pass
+        outputs = []
+        while not outputs:
+            outputs = self._guarded(self.llm.step)
         return np.array(outputs[0].prompt_logprobs.logprobs, np.float32)
 
-    def _ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        """Call a method of vLLM's. Raises WorkersLost where one of its processes died: the run may
-        start again."""
+    def _guarded(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        """Call a method of vLLM's.
+
+        Raises WorkersLost if one of its processes died: the run may start again.
+        """
         try:
-            with _told_what_avoids_it():
+            with _hf_advised():
                 return method(*arguments, **named)
         except Exception as error:
             if getattr(self.llm.model_executor, "is_failed", False):
@@ -241,8 +239,7 @@ class VLLMEngine(InProcessEngine):
 
 
 class BucketReceiver:
-    """Lets vLLM's workers load buckets as a checkpoint, layer by layer, into the tensors that its
-    kernels read."""
+    """Lets vLLM's workers load buckets as a checkpoint, into the tensors that its kernels read."""
 
     def join_weights_group(
         self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float
@@ -255,100 +252,109 @@ class BucketReceiver:
             initialize_layerwise_reload(self.get_model())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load a bucket, a tied weight under each of its names: vLLM may have packed a head for
-        itself."""
+        """Load a bucket, a tied weight by each of its names: vLLM may have packed its own head."""
         values, received = bucket.open(self.device)  # vLLM keeps them until a layer is complete
         self.received.append(received)
-        pairs = zip(bucket.weights, values, strict=True)
+        named = [
+            (name, value)
+            for weight, value in zip(bucket.weights, values, strict=True)
+            for name in weight.names
+        ]
         with set_current_vllm_config(self.vllm_config):
-            self.get_model().load_weights(
-                [(name, value) for weight, value in pairs for name in weight.names]
-            )
+            self.get_model().load_weights(named)
 
     def end_buckets(self) -> Proof:
-        """End the reload; return what this process received, and the checksum of what its kernels
-        read."""
+        """End the reload; return checksums of what came, and of what the kernels read."""
+        model = self.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
-        return Proof(
-            tuple(self.received),
-            {name: checksum(one) for name, one in self.get_model().named_parameters()},
-        )
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        checksums = {name: checksum(value) for name, value in model.named_parameters()}
+        return Proof(tuple(self.received), checksums)
 
 
 class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
-    """Never samples an id that the tokenizer does not know; log-probs are of those left. Both of
-    vLLM's model runners take it: the second one, on GPUs, needs a class of its own."""
+    """Keeps ids that the tokenizer does not know from being sampled; log-probs are of the others.
+
+    Both of vLLM's model runners take it: the second one, on GPUs, needs a class of its own.
+    """
 
     def __init__(self, vllm_config: Any, where: Any, is_pin_memory: bool = False):
-        # The second runner gives the state of its requests
-        device = getattr(where, "device", where)
-        self.ids = torch.tensor(
-            vllm_config.additional_config[UNKNOWN], dtype=torch.int64, device=device
-        )
+        device = getattr(where, "device", where)  # the second runner passes its requests' state
+        unknown = vllm_config.additional_config[UNKNOWN]
+        self.ids = torch.tensor(unknown, dtype=torch.int64, device=device)
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """All requests have the same ids."""
+        """Do nothing: all requests have the same ids."""
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         return logits.index_fill_(1, self.ids, -torch.inf)
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the CPU build needs them: a bounded cache, and whole prompts, for
-    torch's generator."""
+    """Return the arguments that the CPU build needs.
+
+    The cache is bounded, and prompts are computed whole, as torch's generator requires.
+    """
     tokens = max(options.get("max_num_batched_tokens", 0), options["max_model_len"])
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
-    return {"kv_cache_memory_bytes": CPU_CACHE_BYTES, **options, **whole}
+    return {
+        "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+        **options,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": tokens,
+    }
 
 
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
-    """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` overrides the
-    others."""
-    part, data = config.actor_rollout_ref, config.data
-    model, rollout = part.model, part.rollout
-    extra = {
-        name: value
-        for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items()
-        if value is not None
-    }
-    longest = max(data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
+    """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` goes first."""
+    roles = config.actor_rollout_ref
+    rollout = roles.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = max(longest, LEAST_LENGTH)
+    over_ray = config.trainer.backend == "ray"
     arguments = {
-        "model": resolve_path(model.path),
-        "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": config_changes(model),
+        "model": resolve_path(roles.model.path),
+        "trust_remote_code": roles.model.trust_remote_code,
+        "hf_overrides": config_changes(roles.model),
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
-        "tensor_parallel_size": rollout.tensor_model_parallel_size
-        if config.trainer.backend == "ray"
-        else 1,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size if over_ray else 1,
         "max_model_len": min(longest, positions(skeleton.config)),
-        # The learner needs the GPU in its turn, unless the engine has one of its own.
-        "enable_sleep_mode": DEVICE == "cuda" and rollout.free_cache_engine and part.hybrid_engine,
+        # The learner needs the GPU in its turn, unless the engine has a GPU of its own
+        "enable_sleep_mode": DEVICE == "cuda" and rollout.free_cache_engine and roles.hybrid_engine,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "max_num_seqs": rollout.max_num_seqs,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
     }
-    same = ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs")
-    same += ("enable_chunked_prefill", "enable_prefix_caching")
-    return {**arguments, **{name: getattr(rollout, name) for name in same}, **extra}
+    for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items():
+        if value is not None:
+            arguments[name] = value
+    return arguments
 
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Restore what vLLM's CPU worker changes: variables meant for its children, and
-    torch.set_num_threads. Meanwhile llvmlite's library is hidden from it: vLLM 0.32 reads
-    ``vars()`` of every attribute of every module, and for a handle of a library any name is a
-    function."""
+    """Restore what vLLM's CPU worker changes in this process.
+
+    It sets variables that are for its children, and replaces torch.set_num_threads. Meanwhile
+    llvmlite's library is hidden from it: vLLM 0.32 reads ``vars()`` of every attribute of every
+    module, and for a handle of a library any name is a function.
+    """
     variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    hidden = sys.modules.pop(HIDDEN, None)
+    set_num_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    hidden_module = sys.modules.pop(HIDDEN_MODULE, None)
     try:
         yield
     finally:
-        torch.set_num_threads = set_threads
+        torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
-        if hidden is not None:
-            sys.modules[HIDDEN] = hidden
+        if hidden_module is not None:
+            sys.modules[HIDDEN_MODULE] = hidden_module
         for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -356,29 +362,28 @@ def _process_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _told_what_avoids_it() -> Iterator[None]:
-    """Raise InputError for what vLLM raises on a CPU, where it lacks kernels for some models: hf
-    runs them."""
+def _hf_advised() -> Iterator[None]:
+    """Raise vLLM's errors on a CPU, where it lacks kernels, as an InputError that advises hf."""
     try:
         yield
     except Exception as error:
         if DEVICE != "cpu" or isinstance(error, InputError | MemoryError):
             raise
-        rule = f"vLLM failed on this machine's CPU ({type(error).__name__}: {error})"
         raise InputError(
-            f"actor_rollout_ref.rollout.name=vllm: {rule}; set actor_rollout_ref.rollout.name=hf"
+            "actor_rollout_ref.rollout.name=vllm: vLLM failed on this machine's CPU "
+            f"({type(error).__name__}: {error}); set actor_rollout_ref.rollout.name=hf"
         ) from error
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:
     """Make the engine of a configuration. Raises InputError."""
     if device.type != DEVICE:
-        rule = f"the installed vLLM computes on {DEVICE}, the run is on {device.type}"
         raise InputError(
-            f"actor_rollout_ref.rollout.name=vllm: {rule}: set trainer.device={DEVICE}, or use hf"
+            f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {DEVICE}, the "
+            f"run is on {device.type}: set trainer.device={DEVICE}, or use hf"
         )
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     arguments = engine_arguments(config, skeleton)
-    if model is None:  # and nothing else needs the GPU in its turn
+    if model is None:  # nothing learns: vLLM reads the weights, and no learner needs the GPU
         arguments |= {"load_format": "auto", "enable_sleep_mode": False}
     return VLLMEngine(tokenizer, skeleton, **arguments)

@@ -22,7 +22,7 @@ from core.config.code_by_path import load_object
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example, Problems
 from core.data.vocabulary import encode_literally, special_tokens, writable
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 from core.errors import InputError
 from core.types import Prompt, Segment, Stop, Trajectory
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from core.config.schema import Config
-from core.engines import RolloutEngine
+from core.engines.engine import RolloutEngine
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import InputError
 from core.rollout.agent_loop import Barrier

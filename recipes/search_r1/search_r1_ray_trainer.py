@@ -7,7 +7,7 @@ carries no loss, no entropy, no KL and no value target (the paper's retrieved-to
 
 from __future__ import annotations
 
-from core.engines import SamplingParams
+from core.engines.engine import SamplingParams
 from core.ray_trainer import RayPPOTrainer
 from core.rollout.agent_loop import Limits
 from core.types import Prompt, Trajectory

@@ -1,4 +1,4 @@
-"""What every rollout engine has to satisfy: ``core.engines.RolloutEngine`` as tests.
+"""What every rollout engine has to satisfy: ``core.engines.engine.RolloutEngine`` as tests.
 
 A test file subclasses :class:`EngineContract` (any engine) or :class:`ModelEngineContract` (an
 engine that holds a model's weights) and says in ``make`` how its engine is built. The expected
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.engines import RolloutEngine, SampleRequest, SamplingParams
+from core.engines.engine import RolloutEngine, SampleRequest, SamplingParams
 from core.types import Stop, Trajectory
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from core.config import compose
-from core.engines import SampleRequest
+from core.engines.engine import SampleRequest
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from core.config import compose
-from core.engines import SamplingParams
+from core.engines.engine import SamplingParams
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseTool, load_listed

@@ -18,7 +18,7 @@ from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import loss_weights
 from core.config import compose, examine
-from core.engines import SamplingParams
+from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
 from core.rewards.layer import RewardLayer

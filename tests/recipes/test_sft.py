@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from core import evaluate
 from core.config import compose, examine
 from core.data.prompts import question_hash
-from core.engines import NoEngine
+from core.engines.engine import NoEngine
 from core.errors import InputError
 from core.learner.models import load_policy
 from recipes.sft import demonstrations, rejection

@@ -10,7 +10,7 @@ import torch
 
 from core.algorithm import checks
 from core.config.training_keys import AlgorithmConfig
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 from core.errors import BrokenInvariant, InputError
 from core.learner.batching import make_batch
 from core.types import Prompt, ScoredGroup, Stop, Trajectory

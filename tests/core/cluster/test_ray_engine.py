@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.cluster.ray_engine import RayEngine
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 
 
 class Actor:

@@ -11,7 +11,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.cluster.workers import LocalWorkers
-from core.engines import SampleRequest, make_engine
+from core.engines.engine import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner.passes import WeightSyncError

@@ -10,8 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from core.engines import SamplingParams, sampling
-from core.engines.sampling import StopRule, draw, uniforms
+from core.engines import sampling
+from core.engines.engine import SamplingParams, StopRule
+from core.engines.sampling import draw, uniforms
 from core.types import Stop
 
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from core.config import compose
-from core.engines import make_engine, sglang
+from core.engines import sglang
+from core.engines.engine import make_engine
 from core.engines.sglang import SGLangEngine, SGLangServer, problems
 from core.errors import InputError, WorkersLost
 from core.types import Stop

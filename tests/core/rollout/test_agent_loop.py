@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.config import compose
 from core.data.draw_order import sampling_seed
-from core.engines import SamplingParams
+from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, TrajectorySampler, make_agent_loop
 from core.types import Prompt, Stop

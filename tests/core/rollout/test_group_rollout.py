@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.rollout.agent_loop import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect

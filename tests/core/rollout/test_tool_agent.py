@@ -15,7 +15,7 @@ import pytest
 
 from core.config import compose
 from core.data.prompts import PromptStream
-from core.engines import SamplingParams
+from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import (
     Episode,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.learner.batching import make_batch
 from core.learner.passes import MicroBatchSize, Policy

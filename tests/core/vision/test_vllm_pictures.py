@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from core.engines import SampleRequest, SamplingParams
+from core.engines.engine import SampleRequest, SamplingParams
 from core.learner.batching import make_batch
 from core.learner.models import load_policy, load_tokenizer
 from core.learner.passes import MicroBatchSize, Policy
