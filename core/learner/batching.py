@@ -81,38 +81,44 @@ def make_batch(
     )
 
 
-# -- optimizer steps -------------------------------------------------------------------------------
+# -- mini-batches ----------------------------------------------------------------------------------
 
 
 def mini_batching(
-    part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
+    section: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
 ) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
-    """Return a function that yields the mini-batches of a batch, as a section of the configuration
-    cuts it.
+    """Return a function that cuts a batch into mini-batches, as a configuration section has it.
 
-    A policy loss that treats tokens apart has ``selected`` them, by the old log-probs or the
-    engine's in their place.
+    If the policy loss treats some tokens apart, it has ``selected`` them by the old log-probs, or
+    without those by the engine's.
     """
-    entry = registry.policy_loss(loss_mode)
-    mode = entry.aggregation or part.loss_agg_mode
-    select = code_by_path.load_object(entry.selects) if entry.selects else None
+    loss = registry.policy_loss(loss_mode)
+    agg_mode = loss.aggregation or section.loss_agg_mode
+    select = code_by_path.load_object(loss.selects) if loss.selects else None
 
-    def split(batch: TrainBatch) -> Iterator[TrainBatch]:
-        old = "old_log_probs" if batch.has("old_log_probs") else "rollout_log_probs"
+    def cut(batch: TrainBatch) -> Iterator[TrainBatch]:
         for mini_batch in mini_batches(
             batch,
-            prompts=part.ppo_mini_batch_size,
-            epochs=part.ppo_epochs,
-            agg_mode=mode,
-            scale_factor=part.loss_scale_factor or response_length,
-            shuffle_seed=SHUFFLE_SEED if part.shuffle else None,
+            prompts=section.ppo_mini_batch_size,
+            epochs=section.ppo_epochs,
+            agg_mode=agg_mode,
+            scale_factor=section.loss_scale_factor or response_length,
+            shuffle_seed=SHUFFLE_SEED if section.shuffle else None,
         ):
             if select is not None:
-                tensors = getattr(mini_batch, old), mini_batch.advantages, mini_batch.loss_weight
-                mini_batch = mini_batch.adding(selected=select(*tensors, part.policy_loss))
+                old_log_probs = mini_batch.optional("old_log_probs")
+                if old_log_probs is None:
+                    old_log_probs = mini_batch.rollout_log_probs
+                selected = select(
+                    old_log_probs,
+                    mini_batch.advantages,
+                    mini_batch.loss_weight,
+                    section.policy_loss,
+                )
+                mini_batch = mini_batch.adding(selected=selected)
             yield mini_batch
 
-    return split
+    return cut
 
 
 def mini_batches(
@@ -124,35 +130,32 @@ def mini_batches(
     scale_factor: float,
     shuffle_seed: int | None = None,
 ) -> Iterator[TrainBatch]:
-    """Yield the mini-batches, each of which one optimizer step trains on, with their
-    ``loss_weight``.
+    """Yield the mini-batches of all epochs with their ``loss_weight``; each is one optimizer step.
 
-    ``prompts`` whole groups make one (verl's ``ppo_mini_batch_size``), the last one perhaps fewer,
-    in the order of the batch or, with ``shuffle_seed``, shuffled anew in every epoch.
-    ``scale_factor`` is seq-mean-token-sum-norm's.
+    A mini-batch has all sequences of ``prompts`` groups (verl's ``ppo_mini_batch_size``), the last
+    one of an epoch perhaps fewer. Groups stay in the order of the batch or, with ``shuffle_seed``,
+    are shuffled anew in every epoch. ``scale_factor`` is the divisor of seq-mean-token-sum-norm.
     """
     n_groups = int(batch.group.max()) + 1
     for epoch in range(epochs):
-        order = (
-            np.arange(n_groups)
-            if shuffle_seed is None
-            else permutation(n_groups, shuffle_seed, epoch)
-        )
+        order = np.arange(n_groups)
+        if shuffle_seed is not None:
+            order = permutation(n_groups, shuffle_seed, epoch)
         for start in range(0, n_groups, prompts):
-            chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
-            part = batch.rows(chosen.nonzero()[:, 0])
+            groups = torch.from_numpy(order[start : start + prompts])
+            rows = torch.isin(batch.group, groups).nonzero()[:, 0]
+            mini_batch = batch.rows(rows)
             weights = loss_weights(
-                part.loss_mask, part.lengths, agg_mode, scale_factor=scale_factor
+                mini_batch.loss_mask, mini_batch.lengths, agg_mode, scale_factor=scale_factor
             )
-            yield part.adding(loss_weight=weights)
+            yield mini_batch.adding(loss_weight=weights)
 
 
 def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
-    """Return [B] bool: the sequences that can move a weight; leaving the others out keeps the
-    objective.
+    """Return [B] bool: the sequences that can move a weight; the others may be left out.
 
-    One without weight moves nothing, nor does one whose advantages are all zero where no other term
-    trains.
+    A sequence without loss weight moves nothing. Nor does one whose advantages are all zero, if no
+    other term of the loss trains.
     """
     contributes = count_by_sequence(batch.loss_weight != 0, batch.lengths) > 0
     if only_advantages_train:
@@ -163,27 +166,28 @@ def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) ->
 def split_zero_gradient(
     batch: TrainBatch, *, only_advantages_train: bool
 ) -> tuple[TrainBatch, TrainBatch]:
-    """Return the sequences that can move a weight, and those whose gradient is zero; either may be
-    empty."""
+    """Return the sequences that can move a weight and those that cannot; either may be empty."""
     contributes = contributing_sequences(batch, only_advantages_train=only_advantages_train)
-    return batch.rows(contributes.nonzero()[:, 0]), batch.rows((~contributes).nonzero()[:, 0])
+    contributing = contributes.nonzero()[:, 0]
+    idle = (~contributes).nonzero()[:, 0]
+    return batch.rows(contributing), batch.rows(idle)
 
 
-# -- what ranks and memory make of a step ----------------------------------------------------------
+# -- the parts of a mini-batch that ranks and memory allow -----------------------------------------
 
 
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
-    """Return each rank's sequences, ascending: about equally many tokens, and equally many
-    sequences (or one less).
+    """Return each rank's sequences, ascending: about equally many tokens, and as many sequences.
 
-    The longest sequence that is left goes to the rank with the fewest tokens among those with room.
+    The longest sequence that is left goes to the rank with the fewest tokens, among ranks that have
+    not got their number of sequences yet. The last rank may have fewer sequences.
     """
-    room, tokens = -(-len(lengths_B) // ranks), [0] * ranks
+    most_sequences = -(-len(lengths_B) // ranks)
+    tokens = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        rank = min(
-            (rank for rank in range(ranks) if len(shares[rank]) < room), key=tokens.__getitem__
-        )
+        with_room = (rank for rank in range(ranks) if len(shares[rank]) < most_sequences)
+        rank = min(with_room, key=tokens.__getitem__)
         shares[rank].append(index)
         tokens[rank] += int(lengths_B[index])
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
@@ -192,30 +196,33 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 def micro_batches(
     batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences, the
-    longest first.
+    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences.
 
-    First-fit decreasing (Johnson 1973). Raises ValueError for a sequence that alone is over the
-    budget of tokens.
+    First-fit decreasing (Johnson 1973): the longest sequence that is left goes into the first piece
+    with room. Raises ValueError for a sequence that is longer than ``max_tokens``.
     """
-    lengths = batch.lengths.tolist() if max_tokens is not None else [1] * len(batch)
-    size = max_sequences or len(batch) if max_tokens is None else max_tokens
+    if max_tokens is not None:
+        sizes = batch.lengths.tolist()
+        capacity = max_tokens
+    else:
+        sizes = [1] * len(batch)
+        capacity = max_sequences or len(batch)
     pieces: list[list[int]] = []
-    room: list[int] = []  # of each piece, in tokens or sequences
+    room: list[int] = []  # what is left of the capacity of each piece
     for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
-        if lengths[index] > size:
-            rule = (
-                f"a sequence of {lengths[index]} tokens is longer than the token budget of {size}"
+        size = sizes[index]
+        if size > capacity:
+            raise ValueError(
+                f"a sequence of {size} tokens is longer than the token budget of {capacity}: "
+                "raise ppo_max_token_len_per_gpu"
             )
-            raise ValueError(f"{rule}: raise ppo_max_token_len_per_gpu")
-        place = next(
-            (number for number, left in enumerate(room) if left >= lengths[index]), len(room)
-        )
-        if place == len(room):
+        with_room = (number for number, left in enumerate(room) if left >= size)
+        place = next(with_room, len(pieces))
+        if place == len(pieces):
             pieces.append([])
-            room.append(size)
+            room.append(capacity)
         pieces[place].append(index)
-        room[place] -= lengths[index]
+        room[place] -= size
     for piece in pieces:
         index = torch.tensor(piece)
         yield index, batch.rows(index)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.vision.pictures import Picture, Pictures, modality_of, patches
+from core.vision.pictures import Picture, Pictures, patches
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,6 @@ def picture_inputs(
     grid = torch.tensor([picture.grid for picture in pictures], device=ids_BT.device)
     position, _ = module.base_model.get_rope_index(ids_BT, place_BT.int(), image_grid_thw=grid)
     return PictureInputs(position, place_BT, pictures)
-
-
-def run_body(
-    module: nn.Module,
-    ids: Tensor,
-    media: PictureInputs | None,
-    *,
-    every_part: bool = False,
-    **inputs: Any,
-) -> Any:
-    """Return what the model's body returns. ``every_part`` runs the vision tower also where there
-    is no picture: ranks that share a model's weights must gather them in the same order."""
-    if media is not None:
-        return run_with_pictures(module, ids, media, **inputs)
-    if every_part and modality_of(module.config).reads_media:
-        return run_with_unused_tower(module, ids, **inputs)
-    return module.base_model(input_ids=ids, **inputs)
 
 
 def run_with_pictures(

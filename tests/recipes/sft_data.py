@@ -16,6 +16,7 @@ from torch import Tensor
 from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.config.schema import Config
+from core.tracking.metric_sums import MetricSums
 from recipes.sft.demonstrations import Demonstration, demonstration_batch
 from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -111,11 +112,11 @@ def learner_gradients(
     workers = LocalWorkers(config, None, torch.device("cpu"), **options)
     found = {}
 
-    def step(rate: float) -> tuple[float, bool]:
+    def step(sums: MetricSums) -> None:
         found.update(
             {name: p.grad.clone() for name, p in workers.models.actor.module.named_parameters()}
         )
-        return 1.0, True
+        workers.models.actor.stepper.update_sums.merge(sums)
 
     workers.models.actor.stepper.step = step
     metrics = update_actor(workers, demonstration_batch(demonstrations, 0))

@@ -29,6 +29,7 @@ from core.learner import learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS
 from core.plan import Shape
+from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script
 from tests.padded import batch_of_padded
@@ -127,9 +128,9 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     def load(model: Any, dtype: torch.dtype, on_meta: bool) -> torch.nn.Module | None:
         return real(fsdp_load)(model, dtype, on_meta=True) if on_meta else None
 
-    def step_of(stepper: Any, multiplier: float) -> Any:
+    def step_of(stepper: Any, sums: MetricSums) -> None:
         with meter.at(HOST if meter.offloads else GPU):
-            return step(stepper, multiplier)
+            step(stepper, sums)
 
     def propagate_uncounted(*args: Any) -> Any:
         with meter.at(None):
@@ -215,4 +216,5 @@ def first_step(rank: fsdp.LearnerRank, meter: Meter) -> None:
     with meter.at(HOST if meter.offloads else GPU):
         for parameter in rank.actor.module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        rank.actor.stepper.step(1.0)
+        rank.actor.stepper.begin_update(1.0)
+        rank.actor.stepper.step(MetricSums())

@@ -83,7 +83,6 @@ MEMORY += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (2
 def accumulated(part, step):
     """The gradient of a step, and the mean of its loss."""
     means, part.mismatch = MetricSums(), MetricSums()
-    means.value("pg_loss", 0.0)
     part.accumulate(step, means)
     return gradient(part), means.result("actor")["actor/pg_loss"]
 
@@ -164,7 +163,7 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
     steps = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False}
     for knob in MEMORY:
         part = actor(torch.float64, policy_loss=loss, **knob)
-        part.stepper.number = number
+        part.stepper.step_index = number
         config = SimpleNamespace(
             **vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None
         )
@@ -214,7 +213,7 @@ def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
     for share in (0.001, 0.1, 0.15, 1.0):
         part, step, count, inside, clipped = clip_cov_step(share, old)
         # The engine's policy is another from the start
-        part.stepper.number = 0 if part.bypass else 1
+        part.stepper.step_index = 0 if part.bypass else 1
         free = inside & ~clipped
         drawn = part.selected(step)
         assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
@@ -226,14 +225,14 @@ def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
 
 def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_without():
     part, step, _, _, _ = clip_cov_step(0.1)
-    part.stepper.number = 1
+    part.stepper.step_index = 1
     means, part.mismatch = MetricSums(), MetricSums()
     part.accumulate(step, means)
     drawn, before = part.selected(step), step.selected > 0
     contributing = (step.advantages != 0) & step.response_mask
     assert means.sums["cov_selected"] == int((drawn & contributing).sum())
     assert not torch.equal(drawn, before)
-    part.stepper.number = 0  # the first step of a rollout: no weight has moved
+    part.stepper.step_index = 0  # the first step of a rollout: no weight has moved
     assert torch.equal(part.selected(step), before)
 
 
@@ -331,8 +330,8 @@ def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(maske
     part, batch = actor(), random_batch()
     before = [p.detach().clone() for p in part.module.parameters()]
     grads, step = [], part.stepper.step
-    part.stepper.step = lambda rate: (
-        grads.extend(p.grad.clone() for p in part.module.parameters()) or step(rate)
+    part.stepper.step = lambda sums: (
+        grads.extend(p.grad.clone() for p in part.module.parameters()) or step(sums)
     )
     part.update([one_step(batch)], 1.0)
     part.stepper.step = step
@@ -422,7 +421,7 @@ def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_stil
     )
     for rows in (1, 5, 100):
         part = critic(ppo_micro_batch_size_per_gpu=rows)
-        part.stepper.step = lambda rate, part=part: (gradients.append(gradient(part)) or 1.0, True)
+        part.stepper.step = lambda _, part=part: gradients.append(gradient(part))
         part.update([step], 1.0)
     assert len(gradients) == 3
     assert gradients[0].norm() > 0
