@@ -1,0 +1,35 @@
+"""The advantages of GDPO, and a scorer of two parts for the lab."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.algorithm.advantages import AdvantageInputs, group_stats
+
+
+def gdpo(x: AdvantageInputs, parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Normalise each part [B] within its group and their weighted sum over the batch.
+
+    ``A_k = (r_k - mean_group) / (std_group + epsilon)`` and ``S = sum_k w_k A_k``; the result is
+    ``(S - mean_batch S) / (std_batch S + epsilon)`` on each token, [N].
+    """
+    total_B = torch.zeros_like(x.rewards_B)
+    for name, weight in weights.items():
+        stats = group_stats(dataclasses.replace(x, reward=parts[name]))
+        total_B += weight * stats.centred_B / (stats.std_B + x.epsilon)
+    counted = total_B[x.counted_B]
+    if len(counted) > 1:
+        total_B = (total_B - counted.mean()) / (counted.std() + x.epsilon)
+    return x.spread(total_B)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any
+) -> dict[str, float]:
+    """Return two parts of an answer to the lab's task: the right letter, and the mark before it."""
+    _, mark, letter = solution_str.rpartition("#")
+    right = float(bool(mark) and letter.strip() == ground_truth)
+    return {"score": right, "acc": right, "marked": float(bool(mark))}
