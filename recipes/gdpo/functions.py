@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.algorithm.advantages import AdvantageInputs, group_stats
+from core.algorithm.advantages import AdvantageInputs
 
 
 def gdpo(x: AdvantageInputs, parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -18,8 +18,9 @@ def gdpo(x: AdvantageInputs, parts: Mapping[str, Tensor], weights: Mapping[str, 
     """
     total_B = torch.zeros_like(x.rewards_B)
     for name, weight in weights.items():
-        stats = group_stats(dataclasses.replace(x, reward=parts[name]))
-        total_B += weight * stats.centred_B / (stats.std_B + x.epsilon)
+        part = dataclasses.replace(x, reward=parts[name])
+        deviation_B = part.relative_rewards_B - part.group_mean()
+        total_B += weight * deviation_B / (part.group_std() + x.epsilon)
     counted = total_B[x.counted_B]
     if len(counted) > 1:
         total_B = (total_B - counted.mean()) / (counted.std() + x.epsilon)

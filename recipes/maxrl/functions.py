@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from core.algorithm.advantages import AdvantageInputs, group_stats
+from core.algorithm.advantages import AdvantageInputs
 
 
 def maxrl(x: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -14,7 +14,7 @@ def maxrl(x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     if (x.rewards_B < 0).any():
         raise ValueError("maxrl divides by a group's mean score: every score must be at least 0")
-    deviation = group_stats(x).centred_B
-    mean = x.rewards_B - deviation
-    advantages = x.spread(torch.where(mean > 0, deviation / mean, 0.0))
+    deviation_B = x.relative_rewards_B - x.group_mean()
+    mean_B = x.rewards_B - deviation_B
+    advantages = x.spread(torch.where(mean_B > 0, deviation_B / mean_B, 0.0))
     return advantages, advantages
