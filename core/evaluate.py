@@ -10,33 +10,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from core.answers import (
+    FORMAT,
+    answer_line,
+    complete_answers,
+    manifest_path,
+    prompt_of,
+    questions_hash,
+    read_answers,
+    read_manifest,
+    refuse_unscored,
+    trajectory_of,
+    write_manifest,
+)
 from core.config import Config, composition, convert, examine, recipes
 from core.config.paths import is_local
 from core.config.section import show
-from core.data.json_values import from_json, to_json
 from core.dry_run import is_dry_run
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.secret_keys import remember
 from core.tracking import run_manifest
+from core.tracking.json_lines import json_line
 from core.tracking.loggers import progress
-from core.tracking.tracker import intact_rows, json_line
 from core.tracking.validation import ValRecord, failed_share
-from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Prompt, ScoredGroup
 
 if TYPE_CHECKING:
     from core.checkpoint.store import Checkpoint
@@ -74,113 +82,6 @@ UNREAD = (
     "critic.",
 )
 REWARDS = ("reward_model.", "custom_reward_function.")
-FORMAT = 1
-OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
-OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure")
-Key = tuple[int, int]  # ordinal of the question, number of the sample
-
-
-# -- files of answers: a JSON line an answer, and beside it a manifest of what they are answers to
-# and whose ----------
-
-
-def answer_line(
-    prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str
-) -> dict[str, Any]:
-    """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not
-    its, its, ..."""
-    runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
-    return {
-        **{name: to_json(getattr(prompt, name)) for name in OF_PROMPT},
-        "sample": sample,
-        "prompt": prompt_text,
-        "response": trajectory.response_text,
-        "stop": trajectory.stop.value,
-        "response_ids": trajectory.response_ids.tolist(),
-        "mask_runs": [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)],
-        "segments": [{"role": one.role, "text": one.text} for one in trajectory.segments],
-        **{name: getattr(trajectory, name) for name in OF_EPISODE},
-    }
-
-
-def prompt_of(answer: Mapping[str, Any]) -> Prompt:
-    """Return the question of a line: what a scorer reads of it, without its ids."""
-    fields = {name: from_json(answer.get(name)) for name in OF_PROMPT}
-    return Prompt(token_ids=(), messages=(), **fields)
-
-
-def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
-    """Return the answer of a line: all but its log-probs and the ids of its prompt."""
-    wrote = np.arange(len(answer["mask_runs"])) % 2 == 0
-    return Trajectory(
-        prompt_ids=np.zeros(0),
-        response_ids=np.array(answer["response_ids"], np.int32),
-        response_mask=np.repeat(wrote, answer["mask_runs"]),
-        logprobs=np.zeros(len(answer["response_ids"])),
-        segments=tuple(Segment(one["role"], one["text"]) for one in answer["segments"]),
-        stop=Stop(answer["stop"]),
-        policy_version=0,
-        seed=0,
-        **{name: answer[name] for name in OF_EPISODE if name in answer},
-    )
-
-
-def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the answers of a file, without lines that are damaged: of a process that was killed in
-    writing, say."""
-    return {(row["ordinal"], row["sample"]): row for row in intact_rows(path)[0]}
-
-
-def manifest_path(path: Path) -> Path:
-    """Return the file that tells what a file of answers, scores or demonstrations holds."""
-    return path.with_suffix(".manifest.json")
-
-
-def read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """Return the manifest beside a file. Raises InputError where there is none, or it is of another
-    kind of file."""
-    beside = manifest_path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
-    try:
-        manifest = json.loads(beside.read_text(encoding="utf-8"))
-        if (manifest["kind"], manifest["format"]) == (kind, FORMAT):
-            return manifest
-        raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        rule = f"no {beside.name} beside it that tells of {kind} in format {FORMAT} ({error})"
-        raise InputError(f"{path}: {rule}; restore it from a copy") from error
-
-
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest beside a file."""
-    write_atomic(manifest_path(path), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-
-
-def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the manifest and the answers of a file that lacks none.
-
-    Raises InputError: an incomplete file has more of the short answers, which end first.
-    """
-    manifest = read_manifest(path, "answers")
-    lines, expected = read_lines(path), manifest["questions"] * manifest["samples"]
-    if len(lines) != expected:
-        raise InputError(
-            f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command"
-        )
-    return manifest, list(lines.values())
-
-
-def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
-    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a
-    failure's report."""
-    for source in dict.fromkeys(record.data_source for record in records):
-        if failed_share(one for one in records if one.data_source == source) == 1:
-            rule = (
-                f"the scorer failed on every answer of data_source={source!r}, so that there "
-                f"is no accuracy"
-            )
-            raise InputError(f"{path}: {rule}; correct it and score the answers again. {first}")
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -274,7 +175,7 @@ def generate(call: GenerateCall) -> bool:
                     f"give another --out"
                 )
             manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
-            lines = read_lines(out)
+            lines = read_answers(out)
         order = {
             (prompt.ordinal, sample): prompt
             for prompt in prompts
@@ -370,7 +271,7 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
     hashes = {
         "model": weights,
         "data": [one["sha256"] for one in data],
-        "prompts": digest_of(prompts),
+        "prompts": questions_hash(prompts),
     }
     return {
         "kind": "answers",
@@ -396,15 +297,6 @@ def deciding(config: Config) -> dict[str, Any]:
         # A server may move
         if key.startswith(DECIDING) or (key not in core_keys and not key.endswith(".url"))
     }
-
-
-def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the questions as the model reads them: tokenizer, template and cutting are
-    in their ids."""
-    digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
-    for picture in (one for prompt in prompts if prompt.media for one in prompt.media.pictures):
-        digest.update(picture.data)
-    return digest.hexdigest()
 
 
 # -- score -----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ up to k and drops the rest, so that they end up as those of a run that was never
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -25,6 +24,7 @@ from core.config.paths import recipe_of, run_folder
 from core.errors import WriteFailed, write_failed, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
+from core.tracking.json_lines import append, intact_rows, json_line, read_jsonl
 from core.tracking.loggers import Loggers, print_examples
 from core.types import ScoredGroup, StepMetrics
 
@@ -250,62 +250,6 @@ def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
         log.warning("%s. The run goes on without it", reason)
         return False
     return True
-
-
-def json_line(row: Row) -> str:
-    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an
-    escape of JSON."""
-    return (
-        json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
-        + "\n"
-    )
-
-
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a
-    line then."""
-    data = memoryview("".join(map(json_line, rows)).encode())
-    with open(path, "ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
-
-
-def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of a file, and for each damaged line its number and what is wrong. No file
-    has neither.
-
-    An incomplete last line, of a process killed in writing it, is neither.
-    """
-    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an
-    # answer.
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows, damaged = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line and type(row := json.loads(line.decode())) is dict:
-                rows.append(row)
-            elif line:
-                raise ValueError("no mapping")
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                damaged.append(f"line {number}: {type(error).__name__}: {error}")
-    return rows, damaged
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; an incomplete last line is left out. Raises ValueError where
-    another is damaged."""
-    rows, damaged = intact_rows(path)
-    if damaged:
-        raise ValueError(f"{path}, {damaged[0]}")
-    return rows
 
 
 def step_of(path: Path) -> int:

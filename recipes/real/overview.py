@@ -14,8 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from core.answers import read_manifest
 from core.errors import InputError
-from core.evaluate import read_manifest
 from recipes.real.report import TITLES, Stage, estimate
 from results.reporting.numbers import percent
 from results.reporting.summaries import hardware_of

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.answers import read_manifest, trajectory_of
 from core.errors import InputError
-from core.evaluate import read_manifest, trajectory_of
 from core.tracking.validation import Estimate, question_interval
 from recipes.real.controls import control_of
 from results.reporting.accuracies import lenient, summary

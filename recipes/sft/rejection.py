@@ -22,19 +22,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from core.answers import (
+    FORMAT,
+    complete_answers,
+    questions_hash,
+    read_manifest,
+    trajectory_of,
+    write_manifest,
+)
 from core.config import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
 from core.dry_run import is_dry_run
 from core.errors import InputError
-from core.evaluate import (
-    FORMAT,
-    complete_answers,
-    digest_of,
-    read_manifest,
-    trajectory_of,
-    write_manifest,
-)
 from core.files import replacing, written_here
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
@@ -118,7 +118,7 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
         raise InputError(composed.problems)
     data = composed.config.data
     prompts = load_val_prompts(data, load_tokenizer(composed.config.actor_rollout_ref.model))
-    if digest_of(prompts) != manifest["settings"]["prompts"]:
+    if questions_hash(prompts) != manifest["settings"]["prompts"]:
         rule = "the questions or their tokenizer are others than those that were answered"
         raise InputError(
             f"data.val_files={', '.join(data.val_files)}: {rule} ({source}); restore "

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.answers import read_manifest, refuse_unscored
 from core.data.parquet import sha256_of
 from core.dry_run import is_dry_run
 from core.errors import InputError, printable
-from core.evaluate import read_manifest, refuse_unscored, score
+from core.evaluate import score
 from core.files import write_atomic
-from core.tracking.tracker import read_jsonl
+from core.tracking.json_lines import read_jsonl
 from core.tracking.validation import (
     Estimate,
     ValRecord,

@@ -27,8 +27,8 @@ from core.config.section import BOOKKEEPING
 from core.errors import InputError
 from core.files import local_path
 from core.secret_keys import hidden
+from core.tracking.json_lines import intact_rows, read_jsonl
 from core.tracking.run_manifest import DATA, ROOT
-from core.tracking.tracker import intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
 

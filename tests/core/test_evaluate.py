@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from core import evaluate
+from core.answers import answer_line, prompt_of, read_answers, trajectory_of
 from core.config import compose, convert, examine, recipes
 from core.data.parquet import ExampleFile
 from core.errors import InputError
-from core.evaluate import answer_line, prompt_of, read_lines, trajectory_of
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import facts
-from core.tracking.tracker import json_line
+from core.tracking.json_lines import json_line
 from core.types import Prompt, Segment, Stop, Trajectory
 from results.reporting import accuracies
 from tests.checkpoints import RUN, CheckpointStore
@@ -237,7 +237,7 @@ def test_only_missing_answers_are_made(files, copied, monkeypatch):
     monkeypatch.setattr(RayPPOTrainer, "generate", generate_one)
     assert generate(files, copied) == 0
     assert made == [(-13, 2), (-13, 3)] and copied.read_text().startswith("".join(lines[:50]))
-    assert generate(files, copied) == 0 and len(made) == 2 and len(read_lines(copied)) == 52
+    assert generate(files, copied) == 0 and len(made) == 2 and len(read_answers(copied)) == 52
 
 
 def test_a_complete_file_is_in_the_order_of_the_questions(files, copied):
@@ -311,7 +311,7 @@ def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsy
         "pred",
         "length",
     }
-    rows = list(read_lines(copied).values())
+    rows = list(read_answers(copied).values())
     first = [row["response"] for row in rows if row["ordinal"] == -1]
     assert three[0]["acc"] == [float(sum(map(ord, text)) % 3 == 0) for text in first]
     assert three[0]["length"] == [6.0] * 4 or max(three[0]["length"]) <= 6

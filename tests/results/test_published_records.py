@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from core.tracking.json_lines import json_line, read_jsonl
 from core.tracking.run_manifest import ROOT
-from core.tracking.tracker import json_line, read_jsonl
 from results import report
 from results.publish import publish
 from results.reporting.comparison import accuracy_by_question

@@ -10,8 +10,9 @@ import pytest
 from core.config import Config, examine
 from core.errors import InputError
 from core.tracking import loggers
+from core.tracking.json_lines import read_jsonl
 from core.tracking.loggers import ConsoleLogger, print_examples
-from core.tracking.tracker import Tracker, read_jsonl
+from core.tracking.tracker import Tracker
 from core.types import StepMetrics
 from tests.core.scripted_run import configured as scripted_config
 from tests.core.scripted_run import prepare, scripted

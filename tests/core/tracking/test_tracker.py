@@ -15,7 +15,8 @@ import pytest
 
 from core.errors import WriteFailed
 from core.tracking import tracker as tracking
-from core.tracking.tracker import Tracker, generation_rows, read_jsonl, spread_out
+from core.tracking.json_lines import read_jsonl
+from core.tracking.tracker import Tracker, generation_rows, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics

@@ -1,0 +1,163 @@
+"""Files of answers: a JSON line an answer, and beside it a manifest of whose answers they are.
+
+``core/evaluate.py`` writes them, and files of scores in the same form. This module loads no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.data.json_values import from_json, to_json
+from core.errors import InputError
+from core.files import write_atomic
+from core.tracking.json_lines import intact_rows
+from core.tracking.validation import ValRecord, failed_share
+from core.types import Prompt, Segment, Stop, Trajectory
+
+FORMAT = 1
+PROMPT_FIELDS = (
+    "uid",
+    "ordinal",
+    "data_source",
+    "ground_truth",
+    "extra_info",
+    "style",
+    "opened_tag",
+)
+EPISODE_FIELDS = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure")
+Key = tuple[int, int]  # ordinal of the question, number of the sample
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def answer_line(
+    prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str
+) -> dict[str, Any]:
+    """Return what a line holds.
+
+    ``mask_runs`` are lengths of stretches of ids, alternately of the policy and of others. The
+    first is the policy's, and may be 0.
+    """
+    mask = trajectory.response_mask.tolist()
+    mask_runs = [len(list(stretch)) for _, stretch in groupby(mask)]
+    if mask and not mask[0]:
+        mask_runs.insert(0, 0)
+    return {
+        **{name: to_json(getattr(prompt, name)) for name in PROMPT_FIELDS},
+        "sample": sample,
+        "prompt": prompt_text,
+        "response": trajectory.response_text,
+        "stop": trajectory.stop.value,
+        "response_ids": trajectory.response_ids.tolist(),
+        "mask_runs": mask_runs,
+        "segments": [{"role": part.role, "text": part.text} for part in trajectory.segments],
+        **{name: getattr(trajectory, name) for name in EPISODE_FIELDS},
+    }
+
+
+def prompt_of(answer: Mapping[str, Any]) -> Prompt:
+    """Return the question of a line, as far as a scorer reads it: without its ids."""
+    fields = {name: from_json(answer.get(name)) for name in PROMPT_FIELDS}
+    return Prompt(token_ids=(), messages=(), **fields)
+
+
+def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
+    """Return the answer of a line, without its log-probs and the ids of its prompt."""
+    by_policy = np.arange(len(answer["mask_runs"])) % 2 == 0
+    return Trajectory(
+        prompt_ids=np.zeros(0),
+        response_ids=np.array(answer["response_ids"], np.int32),
+        response_mask=np.repeat(by_policy, answer["mask_runs"]),
+        logprobs=np.zeros(len(answer["response_ids"])),
+        segments=tuple(Segment(part["role"], part["text"]) for part in answer["segments"]),
+        stop=Stop(answer["stop"]),
+        policy_version=0,
+        seed=0,
+        **{name: answer[name] for name in EPISODE_FIELDS if name in answer},
+    )
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def read_answers(path: Path) -> dict[Key, dict[str, Any]]:
+    """Return the intact answers of a file; a process that was killed leaves a damaged line."""
+    rows, _ = intact_rows(path)
+    return {(row["ordinal"], row["sample"]): row for row in rows}
+
+
+def manifest_path(path: Path) -> Path:
+    """Return the path of the manifest beside a file of answers, scores or demonstrations."""
+    return path.with_suffix(".manifest.json")
+
+
+def read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """Return the manifest beside a file.
+
+    Raises InputError if there is none, or if it is that of another kind of file.
+    """
+    beside = manifest_path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
+    try:
+        manifest = json.loads(beside.read_text(encoding="utf-8"))
+        if (manifest["kind"], manifest["format"]) != (kind, FORMAT):
+            raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path}: no {beside.name} beside it that tells of {kind} in format {FORMAT} "
+            f"({error}); restore it from a copy"
+        ) from error
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest beside a file."""
+    write_atomic(manifest_path(path), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the manifest and the answers of a complete file.
+
+    Raises InputError: an incomplete file has more of the short answers, which end first.
+    """
+    manifest = read_manifest(path, "answers")
+    answers = read_answers(path)
+    expected = manifest["questions"] * manifest["samples"]
+    if len(answers) != expected:
+        raise InputError(
+            f"{path}: holds {len(answers)} of {expected} answers; repeat its generate command"
+        )
+    return manifest, list(answers.values())
+
+
+def questions_hash(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the questions as the model reads them.
+
+    Their ids depend on the tokenizer, the template and the cutting.
+    """
+    read = [(prompt.ordinal, prompt.uid, prompt.token_ids) for prompt in prompts]
+    digest = hashlib.sha256(json.dumps(read).encode())
+    for prompt in prompts:
+        for picture in prompt.media.pictures if prompt.media else ():
+            digest.update(picture.data)
+    return digest.hexdigest()
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first_failure: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed."""
+    for source in dict.fromkeys(record.data_source for record in records):
+        of_source = [record for record in records if record.data_source == source]
+        if failed_share(of_source) == 1:
+            raise InputError(
+                f"{path}: the scorer failed on every answer of data_source={source!r}, so that "
+                f"there is no accuracy; correct it and score the answers again. {first_failure}"
+            )
