@@ -1,13 +1,13 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
-A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the
-bound the run warns; beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is plain
-data, a part of every checkpoint.
+A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). The run
+warns beyond a bound; beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is
+plain data, a part of every checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean
@@ -31,8 +31,7 @@ CHECKS = {
     "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at "
     "samples of both times",
     "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are "
-    "off-policy; "
-    "algorithm.rollout_correction weighs for that",
+    "off-policy; algorithm.rollout_correction weighs for that",
     "entropy_gap": "entropy and -log p of the sampled tokens are {:.3g} standard errors apart: "
     "look at the temperature of each, at the mask, and at what draws the tokens",
     "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be "
@@ -40,68 +39,64 @@ CHECKS = {
     "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first "
     "failure was printed",
 }
-# metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS
-# steps in a row
 STUCK_STEPS = 3
+# Metric -> the likely reason if it is 1 in STUCK_STEPS steps in a row, and the key to look at
 STUCK = {
     "response_length/clip_ratio": "answers are cut off; raise data.max_response_length, or look "
-    "at the model's "
-    "end-of-sequence token",
+    "at the model's end-of-sequence token",
     "reward/parse_error_rate": "answers cannot be read by the scorer; look at the form that "
-    "prompts require, and at "
-    "data_source or custom_reward_function.path",
+    "prompts require, and at data_source or custom_reward_function.path",
     "reward/zero_variance_share": "groups have equal scores and teach nothing; look at "
-    "actor_rollout_ref.rollout.n, "
-    "the scorer, and how hard data.train_files is",
+    "actor_rollout_ref.rollout.n, the scorer, and how hard data.train_files is",
 }
 REMEMBERED = {SCORE, FAILED, *STUCK}
 
 
 @dataclass
 class Health:
-    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step
-    that had them."""
+    """The state of the checks between steps.
+
+    ``history`` has the metrics in ``REMEMBERED`` of every step that had them.
+    """
 
     last_healthy_step: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
 
     def check(self, step: int, values: Values, config: HealthConfig) -> dict[str, str]:
-        """Remember a step's metrics and return check -> text for each bound of trainer.health that
-        it crossed."""
+        """Remember a step's metrics, and return check -> text for each bound that it crossed."""
         for name in REMEMBERED & values.keys():
             self.history.setdefault(name, []).append(values[name])
-        skipped = sum(values.get(f"{part}/{SKIPPED}", 0) for part in ("actor", "critic"))
+        skipping = [part for part in ("actor", "critic") if values.get(f"{part}/{SKIPPED}")]
+        skipped = sum(values[f"{part}/{SKIPPED}"] for part in skipping)
         self.history.setdefault(SKIPPED, []).append(skipped)
         crossed = {}
         for name, value in self.measured(values, config.reward_window).items():
             bound = getattr(config, name).bound
             if bound is None or value is None:
                 continue
-            kept = (
-                value < bound
-                if name == NONFINITE
-                else value >= bound
-                if name == "entropy"
-                else value <= bound
-            )
-            if not kept:  # NaN is beyond any bound
-                crossed[name] = (
-                    f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
-                )
-        parts = [part for part in ("actor", "critic") if values.get(f"{part}/{SKIPPED}")]
-        # Absent where every update was skipped
-        stepped = all(f"{part}/grad_norm" in values for part in parts)
+            if name == NONFINITE:
+                within = value < bound
+            elif name == "entropy":
+                within = value >= bound
+            else:
+                within = value <= bound
+            if not within:  # NaN is beyond any bound
+                text = CHECKS[name].format(value)
+                crossed[name] = f"{text} (trainer.health.{name}.bound={bound:g})"
+        # The norm of the gradient is absent if every update was skipped
+        stepped = all(f"{part}/grad_norm" in values for part in skipping)
         if not crossed and stepped:
             self.last_healthy_step = step
         return crossed
 
     def measured(self, values: Values, window: int) -> dict[str, float | None]:
-        """Return what each check compares, None where there is nothing yet."""
-        gap, scores = values.get("rollout_corr/entropy_gap_z"), self.history.get(SCORE, [])
+        """Return the number that each check compares, None if there is none yet."""
+        gap = values.get("rollout_corr/entropy_gap_z")
+        scores = self.history.get(SCORE, [])
         failed = self.history.get(FAILED)
         means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
         return {
-            NONFINITE: len(list(takewhile(bool, reversed(self.history[SKIPPED])))),
+            NONFINITE: _last_in_row(self.history[SKIPPED], bool),
             "entropy": values.get("actor/entropy"),
             "reward_drop": max(means) - means[-1] if means else None,
             "logp_diff": values.get("rollout_corr/logp_diff_mean"),
@@ -111,14 +106,19 @@ class Health:
         }
 
     def stuck(self) -> str | None:
-        """Return the likeliest reason why STUCK_STEPS steps taught nothing, at the last of them and
-        not again."""
+        """Return the likeliest reason why STUCK_STEPS steps taught nothing.
+
+        It is returned after the last of these steps, and not again after more of them.
+        """
         for name, text in STUCK.items():
-            full = len(
-                list(takewhile(lambda share: share >= 1, reversed(self.history.get(name, []))))
-            )
-            if full >= STUCK_STEPS:
-                return (
-                    f"in {full} steps in a row 100% of the {text}" if full == STUCK_STEPS else None
-                )
+            steps = _last_in_row(self.history.get(name, []), lambda share: share >= 1)
+            if steps == STUCK_STEPS:
+                return f"in {steps} steps in a row 100% of the {text}"
+            if steps > STUCK_STEPS:
+                return None
         return None
+
+
+def _last_in_row(values: Sequence[float], holds: Callable[[float], bool]) -> int:
+    """Count the values at the end for which a condition holds without a gap."""
+    return len(list(takewhile(holds, reversed(values))))

@@ -1,10 +1,8 @@
-"""What a person sees of a run while it goes on: progress, answers, and the loggers of
-``trainer.logger``.
+"""What a person sees of a running job: progress, answers, and the loggers of ``trainer.logger``.
 
 ``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that
 cannot begin ends a run before it trains; one that fails later is switched off. A class of your own
-is named ``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log`` and
-``close``.
+is named ``module:Class``. It is made with a :class:`LoggedRun`, and has ``log`` and ``close``.
 """
 
 from __future__ import annotations
@@ -15,32 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from core.config import convert, registry
+from core.config import Config, convert, registry
 from core.config.code_by_path import load_object
 from core.errors import InputError, printable
 
-if TYPE_CHECKING:
-    from core.tracking.tracker import Tracker
-
-Row = Mapping[str, Any]
-DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two lines of a log
-
-
+BAR_DELAY_S = 2.0  # work that ends sooner needs no progress bar
+LINE_PAUSE_S = 10.0  # the least time between two lines of progress in a log
 INSTEAD = "or leave it out: metrics.jsonl is written anyway"
 
 
+class LoggedRun(Protocol):
+    """What a logger is made with."""
+
+    run_dir: Path
+    config: Config
+    manifest: Mapping[str, Any]
+
+
 def check_loggers(names: Iterable[str]) -> None:
-    """Raise InputError for loggers whose package is not installed, or whose class is not where its
-    path says."""
+    """Raise InputError for loggers whose package or class is not there."""
     problems: list[str] = []
     for name in dict.fromkeys(names):
         entry = registry.logger(name)
         if entry.package and find_spec(entry.package) is None:
-            rule = f"the package {entry.package} is not installed"
             problems.append(
-                f"trainer.logger={name}: {rule}; pip install {entry.package}, {INSTEAD}"
+                f"trainer.logger={name}: the package {entry.package} is not installed; "
+                f"pip install {entry.package}, {INSTEAD}"
             )
         elif entry.function:
             try:
@@ -57,7 +58,7 @@ class Loggers:
     Raises InputError: a logger could not begin, or what :func:`check_loggers` finds.
     """
 
-    def __init__(self, run: Tracker) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         self._each: dict[str, Any] = {}
         check_loggers(run.config.trainer.logger)
         for name in dict.fromkeys(run.config.trainer.logger):
@@ -68,24 +69,30 @@ class Loggers:
                 elif function:  # jsonl has none: the tracker writes it
                     self._each[name] = load_object(function, "trainer.logger")(run)
             except Exception as error:
-                fix = f"mend its login or address, {INSTEAD}"
-                reason = f"could not begin ({type(error).__name__}: {error})"
-                raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
+                raise InputError(
+                    f"trainer.logger={name}: could not begin ({type(error).__name__}: {error}); "
+                    f"mend its login or address, {INSTEAD}"
+                ) from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log`` or ``close`` of each, and switch off what fails: a server that is away may
-        stay away."""
+        """Call ``log`` or ``close`` of each logger.
+
+        A logger that fails is switched off: a server that is away may stay away.
+        """
         for name, logger in list(self._each.items()):
             try:
                 getattr(logger, method)(*arguments)
             except (Exception, SystemExit) as error:
                 del self._each[name]
-                reason = f"{method} failed ({type(error).__name__}: {error})"
-                text = f"{reason}; it is switched off, and metrics.jsonl has every step"
-                print(printable(f"warning: trainer.logger={name}: {text}"), file=sys.stderr)
+                text = (
+                    f"warning: trainer.logger={name}: {method} failed ({type(error).__name__}: "
+                    f"{error}); it is switched off, and metrics.jsonl has every step"
+                )
+                print(printable(text), file=sys.stderr)
 
 
-# label on the console, names of the metric (the first that the step has), format
+# Label on the console, names of the metric (the first that the step has is shown), format. Rates in
+# percent are shown if they are above 0.
 HEADLINE = (
     ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
     ("acc", ("reward/acc/mean",), ".3f"),
@@ -94,7 +101,7 @@ HEADLINE = (
     ("entropy", ("actor/entropy",), ".3f"),
     ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
     ("time", ("timing_s/step",), ".1f"),
-    ("scorer failed on", ("reward/failed_rate",), ".1%"),  # shown where it is not 0
+    ("scorer failed on", ("reward/failed_rate",), ".1%"),
     ("scorer failed in validation on", ("reward/val_failed_rate",), ".1%"),
 )
 
@@ -110,7 +117,7 @@ def write_line(line: str) -> None:
 class ConsoleLogger:
     """One line a step."""
 
-    def __init__(self, run: Tracker) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         self.run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -121,25 +128,27 @@ class ConsoleLogger:
                 continue  # a score, which the line has as reward
             if value or (value is not None and form != ".1%"):
                 shown.append(f"{label} {value:{form}}")
-        validated = [
-            name for name in values if name.startswith("val-core/") and "/acc/mean@" in name
-        ]
-        for name in validated:
-            label = name.removeprefix("val-core/")
-            label = label if 0 <= values[name] <= 1 else label.replace("/acc/", "/score/")
-            shown.append(f"{label} {values[name]:.3f}")
-        total = f"/{self.run.manifest['total_steps']}" if "total_steps" in self.run.manifest else ""
-        write_line(f"step {step}{total} | {' | '.join(shown)}")
+        for name, value in values.items():
+            if name.startswith("val-core/") and "/acc/mean@" in name:
+                label = name.removeprefix("val-core/")
+                if not 0 <= value <= 1:
+                    label = label.replace("/acc/", "/score/")
+                shown.append(f"{label} {value:.3f}")
+        total_steps = self.run.manifest.get("total_steps")
+        progress = f"{step}/{total_steps}" if total_steps is not None else str(step)
+        write_line(f"step {progress} | {' | '.join(shown)}")
 
     def close(self, failed: bool) -> None:
         pass
 
 
 class TensorboardLogger:
-    """Files in ``<run folder>/tensorboard``; a resumed run adds one, whose steps repeat those after
-    its checkpoint."""
+    """Writes files in ``<run folder>/tensorboard``.
 
-    def __init__(self, run: Tracker) -> None:
+    A resumed run adds a file, whose steps repeat those after its checkpoint.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"))
@@ -154,10 +163,12 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; ``WANDB_MODE=offline`` needs no login. A resumed run goes on under its
-    manifest's id."""
+    """Logs to Weights & Biases; ``WANDB_MODE=offline`` needs no login.
 
-    def __init__(self, run: Tracker) -> None:
+    A resumed run continues under the id of its manifest.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -177,39 +188,42 @@ class WandbLogger:
         self._run.finish(exit_code=int(failed))
 
 
-# --- progress and answers ---
+# -- progress and answers --------------------------------------------------------------------------
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show ``total`` units of work while the block runs, and yield the function that counts one of
-    them.
+    """Show the progress of ``total`` units of work; yield the function that counts one of them.
 
-    A terminal has a bar; a log a line at most every tenth of the work and every PAUSE_S seconds.
+    A terminal shows a bar. A log gets a line at most every tenth of the work and every
+    LINE_PAUSE_S seconds.
     """
     if sys.stderr.isatty():
         from tqdm import tqdm
 
         with tqdm(
-            desc=what, total=total, unit=unit, delay=DELAY_S, leave=False, dynamic_ncols=True
+            desc=what, total=total, unit=unit, delay=BAR_DELAY_S, leave=False, dynamic_ncols=True
         ) as bar:
             yield lambda: bar.update() and None
         return
-    done, tenth, printed = 0, 0, time.monotonic()
+    done = 0
+    printed_tenths = 0
+    printed_at = time.monotonic()
 
     def count() -> None:
-        nonlocal done, tenth, printed
+        nonlocal done, printed_tenths, printed_at
         done += 1
-        if 10 * done // max(1, total) > tenth and time.monotonic() - printed >= PAUSE_S:
-            tenth, printed = 10 * done // max(1, total), time.monotonic()
+        tenths = 10 * done // max(1, total)
+        if tenths > printed_tenths and time.monotonic() - printed_at >= LINE_PAUSE_S:
+            printed_tenths = tenths
+            printed_at = time.monotonic()
             print(f"{what}: {done} of {total} {unit}s", file=sys.stderr, flush=True)
 
     yield count
 
 
-def print_examples(rows: Iterable[Row], count: int) -> None:
-    """Print the first ``count`` answers of each data source, under the headings that verl's
-    managers print."""
+def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
+    """Print the first ``count`` answers of each data source, under the headings of verl."""
     printed = Counter[Any]()
     for row in rows:
         printed[row["data_source"]] += 1

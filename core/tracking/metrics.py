@@ -18,8 +18,8 @@ import numpy as np
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import ScoreStatus
 
-# part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since
-# the line before.
+# Part -> its timers. With the rest the parts add up to timing_s/whole, the seconds since the line
+# before
 PARTS: Mapping[str, tuple[str, ...]] = {
     "decode": ("decode",),
     "score": ("reward",),
@@ -37,24 +37,25 @@ REST = "other"
 PREFIX = "timing_s/"
 
 
-# --- the data of a step ---
+# -- the data of a step ----------------------------------------------------------------------------
 
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
     """Return means and extremes over the step's trajectories."""
     scores = [score for group in groups for score in group.scores]
     trajectories = [t for group in groups for t in group.trajectories]
-    written = batch.response_mask
-    spreads = {
+    mask = batch.response_mask
+    series = {
         "critic/score": [score.raw for score in scores],
         "critic/rewards": batch.reward,
         "response_length": [len(t.response_ids) for t in trajectories],
         "prompt_length": [len(t.prompt_ids) for t in trajectories],
         "num_turns": [t.turns for t in trajectories],
     }
-    critic = ("returns", "values") if batch.has("values") else ()
-    there = [name for name in ("advantages", *critic) if batch.has(name)]
-    spreads |= {f"critic/{name}": getattr(batch, name)[written] for name in there}
+    has_critic = batch.has("values")
+    for name in ("advantages", "returns", "values") if has_critic else ("advantages",):
+        if batch.has(name):
+            series[f"critic/{name}"] = getattr(batch, name)[mask]
     means = {
         "critic/acc/mean": [score.acc for score in scores],
         "response_length/clip_ratio": [t.truncated for t in trajectories],
@@ -65,32 +66,35 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         means[f"reward/{name}/mean"] = [
             score.parts[name] for score in scores if name in score.parts
         ]
-    several = [group for group in groups if len(group) > 1]
-    if several:
-        means["reward/zero_variance_share"] = [spread_of_scores(group) <= 1e-6 for group in several]
+    larger_groups = [group for group in groups if len(group) > 1]
+    if larger_groups:
+        means["reward/zero_variance_share"] = [
+            spread_of_scores(group) <= 1e-6 for group in larger_groups
+        ]
     metrics = {name: float(np.mean(values)) for name, values in means.items()}
-    for name, values in spreads.items():
-        # A step in which no answer holds a token
+    for name, values in series.items():
+        # The series is empty if no answer of the step holds a token
         values = np.asarray(values) if len(values) else np.zeros(1)
-        metrics |= {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
-    # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
-    if critic:
-        returns, values = batch.returns[written], batch.values[written]
-        left = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
-        metrics["critic/vf_explained_var"] = float(1 - left)
+        metrics[f"{name}/mean"] = float(values.mean())
+        metrics[f"{name}/max"] = float(values.max())
+        metrics[f"{name}/min"] = float(values.min())
+    if has_critic:
+        # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
+        returns = batch.returns[mask]
+        errors = returns - batch.values[mask]
+        unexplained = errors.var(correction=0) / (returns.var(correction=0) + 1e-5)
+        metrics["critic/vf_explained_var"] = float(1 - unexplained)
+    if scores:
+        counts = Counter(score.status for score in scores)
+        for status in ScoreStatus:
+            metrics[f"reward/{status.value}_rate"] = counts[status] / len(scores)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
-    counts = Counter(score.status for score in scores)
-    metrics |= {
-        f"reward/{status.value}_rate": counts[status] / len(scores)
-        for status in ScoreStatus
-        if scores
-    }
-    return {**metrics, "perf/total_num_tokens": float(tokens)}
+    metrics["perf/total_num_tokens"] = float(tokens)
+    return metrics
 
 
 def spread_of_scores(group: ScoredGroup) -> float:
-    """Return by how much the scores that train differ within a group; those that are left out do
-    not count."""
+    """Return the difference of the highest and the lowest score of a group that train."""
     values = [score.value for score in group.scores if not score.left_out]
     return max(values) - min(values) if values else 0.0
 
@@ -106,20 +110,20 @@ def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str
     }
 
 
-# --- the seconds of a step ---
+# -- the seconds of a step -------------------------------------------------------------------------
 
 
 class BusyClock:
-    """Wall time by activity, each second counted once: for the first activity of ``order`` that is
-    going on.
+    """Wall time by activity. A second counts once, for the first activity of ``order`` that runs.
 
-    Samples decode while others are scored; what is scored behind decoding costs nothing, and only
-    the seconds in which nothing decodes are the scorer's. Used from one thread at a time.
+    Samples decode while others are scored. Scoring behind decoding costs nothing: only the seconds
+    in which nothing decodes are the scorer's. Used from one thread at a time.
     """
 
     def __init__(self, *order: str, now: Callable[[], float] = time.perf_counter):
-        self.order, self.now = order, now
-        self.going_on = dict.fromkeys(order, 0)
+        self.order = order
+        self.now = now
+        self.running = dict.fromkeys(order, 0)  # blocks of each activity that run now
         self.seconds = dict.fromkeys(order, 0.0)
         self.since = now()
 
@@ -127,16 +131,16 @@ class BusyClock:
     def busy(self, activity: str) -> Iterator[None]:
         """Count one more of this activity while the block runs. Blocks may overlap."""
         self._charge()
-        self.going_on[activity] += 1
+        self.running[activity] += 1
         try:
             yield
         finally:
             self._charge()
-            self.going_on[activity] -= 1
+            self.running[activity] -= 1
 
     def _charge(self) -> None:
         now = self.now()
-        first = next((name for name in self.order if self.going_on[name]), None)
+        first = next((name for name in self.order if self.running[name]), None)
         if first is not None:
             self.seconds[first] += now - self.since
         self.since = now
@@ -144,21 +148,23 @@ class BusyClock:
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, by activity."""
         self._charge()
-        taken, self.seconds = self.seconds, dict.fromkeys(self.order, 0.0)
-        return taken
+        seconds = self.seconds
+        self.seconds = dict.fromkeys(self.order, 0.0)
+        return seconds
 
 
 def time_parts(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's seconds by part, the rest last; they sum to the whole. A part that never
-    began is left out.
+    """Return a step's seconds by part, the rest last; they sum to the whole.
 
-    A line without ``timing_s/whole``, the validation before the first step, has none.
+    A part that never began is left out. A line without ``timing_s/whole``, the validation before
+    the first step, has no parts.
     """
-    if (whole := row.get(f"{PREFIX}whole")) is None:
+    if f"{PREFIX}whole" not in row:
         return {}
-    begun = {
-        name: [row[PREFIX + timer] for timer in timers if PREFIX + timer in row]
-        for name, timers in PARTS.items()
-    }
-    seconds = {name: sum(timed) for name, timed in begun.items() if timed}
-    return {**seconds, REST: whole - sum(seconds.values())}
+    seconds = {}
+    for name, timers in PARTS.items():
+        timed = [row[PREFIX + timer] for timer in timers if PREFIX + timer in row]
+        if timed:
+            seconds[name] = sum(timed)
+    rest = row[f"{PREFIX}whole"] - sum(seconds.values())
+    return {**seconds, REST: rest}

@@ -38,7 +38,8 @@ PACKAGES = (
     "math-verify",
 )
 DATA = ("data.", "custom_reward_function.")  # keys whose files a manifest lists
-CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
+# Arguments of git that select the files that a run computes with
+CODE = ("--", ".", ":(exclude)results/*/*")
 Changes = Mapping[str, list[Any]]  # key -> [before, now]
 
 
@@ -54,11 +55,10 @@ def begun(
     models: Mapping[str, Any],
     changes: Changes,
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for
-    this process.
+    """Return the manifest of a run that starts, or resumes after step ``resume``.
 
-    ``models`` are where the weights came from that it starts with, and their SHA-256. Raises
-    InputError for a manifest that is damaged.
+    It has an entry for this process. ``models`` are the places of the weights that the run starts
+    with, and their SHA-256. Raises InputError for a manifest that is damaged.
     """
     manifest = {
         "run": path.parent.resolve().name,
@@ -74,15 +74,18 @@ def begun(
                 f"{path}: is no manifest ({error}); restore it from a copy, or remove it"
             ) from error
     manifest.pop("stopped_because", None)
-    before, after = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
-    changed = [key for key, value in after.items() if before[key] != value]
+    defaults = convert.as_json(resolve(type(config)(), recipe))
+    changed = {
+        key: [defaults[key], value]
+        for key, value in convert.as_json(config).items()
+        if value != defaults[key]
+    }
+    data_files = [path for key, path in paths.named(config) if key.startswith(DATA)]
     manifest |= {
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
-        "changed_from_defaults": {key: [before[key], after[key]] for key in changed},
-        "data": data_hashes(
-            dict.fromkeys(path for key, path in paths.named(config) if key.startswith(DATA))
-        ),
+        "changed_from_defaults": changed,
+        "data": data_hashes(dict.fromkeys(data_files)),
         "models": dict(models),
     }
     manifest["sessions"].append(session(resume, changes))
@@ -112,7 +115,7 @@ def session(resumed_from: int | None = None, changes: Changes | None = None) -> 
 
 
 def _output(*command: str) -> bytes:
-    """Return what a command prints; nothing where it is not installed, fails or does not answer."""
+    """Return what a command prints; nothing if it is not installed, fails or does not answer."""
     try:
         return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -120,83 +123,87 @@ def _output(*command: str) -> bytes:
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what
-    differs from HEAD.
+    """Return the checkout's commit, whether it is dirty, and a hash of its difference from HEAD.
 
-    Files that git does not know count by their names; what runs have left in ``results`` does not.
+    All three are None outside git. Files that git does not know count by their names; files that
+    runs have left in ``results`` do not count.
     """
     git = ("git", "-C", str(root))
-    top, commit = _output(*git, "rev-parse", "--show-toplevel"), _output(*git, "rev-parse", "HEAD")
-    if not commit or Path(top.decode().strip()).resolve() != root.resolve():
+    top = _output(*git, "rev-parse", "--show-toplevel").decode().strip()
+    commit = _output(*git, "rev-parse", "HEAD").decode().strip()
+    if not commit or Path(top).resolve() != root.resolve():
         return {"commit": None, "dirty": None, "diff_sha256": None}
-    commands = (("diff", "HEAD", "--binary"), ("ls-files", "-o", "--exclude-standard"))
-    difference = b"".join(_output(*git, *command, *CODE) for command in commands)
+    changed = _output(*git, "diff", "HEAD", "--binary", *CODE)
+    unknown = _output(*git, "ls-files", "-o", "--exclude-standard", *CODE)
+    difference = changed + unknown
     digest = hashlib.sha256(difference).hexdigest() if difference else None
-    return {"commit": commit.decode().strip(), "dirty": bool(difference), "diff_sha256": digest}
+    return {"commit": commit, "dirty": bool(difference), "diff_sha256": digest}
 
 
 def hardware() -> dict[str, Any]:
-    """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's
-    name."""
+    """Return the CPU, its vector instructions, usable cores, memory and GPUs; no host's name."""
     import torch
 
-    info = (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    )
-    models = [
-        line.partition(":")[2].strip()
-        for line in info.splitlines()
-        if line.startswith("model name")
-    ]
+    cpu = platform.processor()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        cores = len(os.sched_getaffinity(0))
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").decode()
     return {
-        "cpu": models[-1] if models else platform.processor(),
+        "cpu": cpu,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-        .decode()
-        .split("\n")[:-1],
+        "gpus": gpus.splitlines(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-# --- files ---
+# -- files -----------------------------------------------------------------------------------------
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Return path or URL, size and sha256 of each file that is on this machine, or was copied to
-    it."""
+    """Return path or URL, size and sha256 of each file that is on this machine.
+
+    A file at a URL is, if it was copied to it.
+    """
     entries = []
     for name in files:
-        if (path := Path(local_path(name, "data")).expanduser()).is_file():
-            stat = path.stat()
-            sha256 = _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)
-            entries.append(
-                {
-                    "path": name if is_url(name) else str(path),
-                    "bytes": stat.st_size,
-                    "sha256": sha256,
-                }
-            )
+        path = Path(local_path(name, "data")).expanduser()
+        if not path.is_file():
+            continue
+        stat = path.stat()
+        entries.append(
+            {
+                "path": name if is_url(name) else str(path),
+                "bytes": stat.st_size,
+                "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns),
+            }
+        )
     return entries
 
 
 @functools.cache
-def _sha256(path: Path, size: int, changed: int) -> str:  # which tell when the cache is out of date
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Return a file's hash. Another size or time of change is another entry of the cache."""
     return file_sha256(path)
 
 
 def contents(config: Config) -> dict[str, list[str]]:
-    """Return key -> SHA-256 of the files that it names, in their order, where all of them are on
-    this machine."""
+    """Return key -> SHA-256 of the files that it names, if all of them are on this machine."""
     files: dict[str, list[str]] = {}
     for key, path in paths.named(config):
         # Other URLs are models, which have hashes of their own
         if not is_url(path) or key.startswith("data."):
             files.setdefault(key, []).append(path)
-    hashes = {
-        key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()
-    }
-    return {key: found for key, found in hashes.items() if len(found) == len(files[key])}
+    hashes = {}
+    for key, names in files.items():
+        entries = data_hashes(names)
+        if len(entries) == len(names):
+            hashes[key] = [entry["sha256"] for entry in entries]
+    return hashes

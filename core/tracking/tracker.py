@@ -1,10 +1,10 @@
 """The run folder: everything a run leaves behind except its checkpoints.
 
-``metrics.jsonl`` has a line a step, on disk before the next step begins, under verl's names;
-``samples.jsonl`` a few answers of every validation, ``validation/<step>.jsonl`` each question's
-scores, ``trace/`` the tokens of recorded steps. A run that resumes from step k keeps what they hold
-up to k and drops the rest, so that they end up as those of a run that was never interrupted
-(``timing_s/`` and ``perf/`` excepted).
+``metrics.jsonl`` has a line a step under verl's names, which is on disk before the next step
+begins; ``samples.jsonl`` has a few answers of every validation, ``validation/<step>.jsonl`` each
+question's scores, and ``trace/`` the tokens of recorded steps. A run that resumes from step k keeps
+what they hold up to k and drops the rest. In the end they are those of a run that was never
+interrupted (``timing_s/`` and ``perf/`` excepted).
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+MANIFEST = "manifest.json"
 RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, "validation", "tensorboard", "trace")
-# Answers of each data source in samples.jsonl: of a validation, of the last one
-KEPT_SAMPLES, KEPT_LAST = 50, 5_000
+KEPT_SAMPLES = 50  # answers of each data source in samples.jsonl, by a validation
+KEPT_LAST = 5_000  # answers of each data source in samples.jsonl, by the last validation
 
 
 class Tracker:
     """The owner of the run folder, until :meth:`close` records how the run ended.
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to
-    ``previous/<n>/``), ``resume_step=k`` goes on after step k. A record that cannot be written is
-    dropped with a warning; a line of metrics waits for the next step. Raises WriteFailed where the
+    ``previous/<n>/``), ``resume_step=k`` resumes after step k. A record that cannot be written is
+    dropped with a warning; a line of metrics waits for the next step. Raises WriteFailed if the
     folder cannot be written, and what :class:`Loggers` raises.
     """
 
@@ -58,8 +60,10 @@ class Tracker:
         models: Mapping[str, Any] | None = None,
         changes: run_manifest.Changes | None = None,
     ) -> None:
-        self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
-        self._began_in = Path.cwd()  # a scorer may change it
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.resume_step = resume_step
+        self._start_dir = Path.cwd()  # a scorer may change the current folder
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -67,17 +71,20 @@ class Tracker:
                 _set_aside(self.run_dir)
             else:
                 _drop_after(self.run_dir, resume_step)
-            self.last_step = max(
-                (row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1
-            )
-            recipe = recipe or recipe_of(config, self.run_dir)
-            known = models or {}, changes or {}
+            steps = [row["step"] for row in read_jsonl(self.run_dir / METRICS)]
+            self.last_step = max(steps, default=-1)
             self.manifest = run_manifest.begun(
-                self.run_dir / MANIFEST, config, recipe, resume_step, *known
+                self.run_dir / MANIFEST,
+                config,
+                recipe or recipe_of(config, self.run_dir),
+                resume_step,
+                models or {},
+                changes or {},
             )
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
-            (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
+            # The file is also there if the run ends before its first step
+            (self.run_dir / METRICS).touch()
         try:
             self._loggers = Loggers(self)
         except BaseException:
@@ -88,18 +95,19 @@ class Tracker:
         write_atomic(self.run_dir / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
 
     def set_total(self, total: int) -> None:
-        """Record how many steps the run has: the console shows it, and a report knows that a run
-        ended early."""
+        """Record how many steps the run has, for the console and for a report of a short run."""
         self.manifest["total_steps"] = total
         attempt(self.run_dir / MANIFEST, self._write_manifest)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps
-        do not rise."""
+        """Append a step to metrics.jsonl and send it to the loggers.
+
+        Raises ValueError if the step is not above the last one.
+        """
         if metrics.step <= self.last_step:
             raise ValueError(
-                f"step {metrics.step} logged after {self.last_step}: each step is "
-                f"logged once, in order"
+                f"step {metrics.step} logged after {self.last_step}: each step is logged once, "
+                "in order"
             )
         self.last_step = metrics.step
         self._unwritten.append({"step": metrics.step, **metrics.values})
@@ -108,8 +116,7 @@ class Tracker:
         self._loggers.call("log", metrics.step, metrics.values)
 
     def amend(self, metrics: StepMetrics) -> None:
-        """Add numbers to the last line of metrics.jsonl, which is of their step, and send them to
-        the loggers."""
+        """Add numbers to the last line of metrics.jsonl, that of their step, and to the loggers."""
         rows, _ = intact_rows(self.run_dir / METRICS)
         rows[-1] |= metrics.values
         text = "".join(map(json_line, rows))
@@ -121,44 +128,50 @@ class Tracker:
         return (self.run_dir / "validation" / f"{step}.jsonl").exists()
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
-        """Keep each question's scores, for intervals and paired comparisons. A repeated step is
-        replaced."""
+        """Keep each question's scores, for intervals and paired comparisons.
+
+        A repeated step is replaced.
+        """
         self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
-        """Write ``<folder>/<step>.jsonl``, as verl does; ``key`` is that of a folder that may be a
-        URL."""
-        name, text = f"{step}.jsonl", "".join(map(json_line, rows))
+        """Write ``<folder>/<step>.jsonl``, as verl does.
+
+        ``key`` is the configuration's key of a folder that may be a URL.
+        """
+        name = f"{step}.jsonl"
+        text = "".join(map(json_line, rows))
 
         def write() -> None:
             if is_url(folder):
-                return upload(str(folder), key, name, text.encode())
-            here = self._began_in / os.path.expanduser(folder)
-            here.mkdir(parents=True, exist_ok=True)
-            write_atomic(here / name, text)
+                upload(str(folder), key, name, text.encode())
+                return
+            directory = self._start_dir / os.path.expanduser(folder)
+            directory.mkdir(parents=True, exist_ok=True)
+            write_atomic(directory / name, text)
 
         attempt(f"{folder}/{name}", write)
 
     def show(self, step: int, rows: Sequence[Row], printed: int, key: str) -> None:
-        """Print the first ``printed`` rows of each data source; write all where ``trainer.<key>``
-        names a folder."""
+        """Print ``printed`` rows of each data source; write all to the folder ``trainer.<key>``."""
         print_examples(rows, printed)
         if folder := getattr(self.config.trainer, key):
             self.dump(folder, step, rows, f"trainer.{key}")
 
     def log_samples(self, step: int, rows: Sequence[Row], last: bool = False) -> None:
-        """Keep some of these :func:`generation_rows` of each data source, the same questions every
-        time."""
+        """Keep some :func:`generation_rows` of each data source, always the same questions."""
         by_source = defaultdict(list)
         for row in rows:
             by_source[row.get("data_source")].append({**row, "step": step})
         most = KEPT_LAST if last else KEPT_SAMPLES
-        kept = [row for same in by_source.values() for row in spread_out(same, most)]
+        kept = [row for of_source in by_source.values() for row in spread_out(of_source, most)]
         attempt(self.run_dir / SAMPLES, lambda: append(self.run_dir / SAMPLES, kept))
 
     def close(self, status: str) -> None:
-        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes
-        nothing."""
+        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``.
+
+        A second call changes nothing.
+        """
         if self.manifest["status"] == "running":
             self._end(status)
             self._loggers.call("close", status == "failed")
@@ -171,31 +184,31 @@ class Tracker:
 
 def folder_problem(config: Config) -> str | None:
     """Return what is wrong with a run folder that is not there yet, or that no run wrote."""
-    key, text = "trainer.default_local_dir", config.trainer.default_local_dir
+    text = config.trainer.default_local_dir
+    key = f"trainer.default_local_dir={text}"
     fix = "name a folder of the run's own, or leave it out for outputs/<recipe>/<experiment_name>"
-    if not text.strip():  # which pathlib takes for the current folder
-        return f"{key}={text}: names no folder; {fix}"
+    if not text.strip():  # pathlib takes it for the current folder
+        return f"{key}: names no folder; {fix}"
     folder = run_folder(config)
-    left = [name for name in RUN_FILES if (folder / name).exists()]
-    if left and not (folder / MANIFEST).exists():
-        return f"{key}={text}: holds {left[0]}, which no run wrote and a run would move away; {fix}"
+    present = [name for name in RUN_FILES if (folder / name).exists()]
+    if present and not (folder / MANIFEST).exists():
+        return f"{key}: holds {present[0]}, which no run wrote and a run would move away; {fix}"
     return None
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor
-    deletes it."""
-    left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
-    if left:
-        number = next(n for n in itertools.count(1) if not (run_dir / "previous" / str(n)).exists())
-        (run_dir / "previous" / str(number)).mkdir(parents=True)
-        for path in left:
-            shutil.move(path, run_dir / "previous" / str(number) / path.name)
+    """Move the files of an earlier run to ``previous/<n>/``: a new start keeps them apart."""
+    present = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    if present:
+        numbered = (run_dir / "previous" / str(number) for number in itertools.count(1))
+        target = next(folder for folder in numbered if not folder.exists())
+        target.mkdir(parents=True)
+        for path in present:
+            shutil.move(path, target / path.name)
 
 
 def _drop_after(run_dir: Path, step: int) -> None:
-    """Remove what later steps wrote before the run went back to its checkpoint of ``step``, and
-    damaged lines."""
+    """Remove what steps after the checkpoint of ``step`` wrote, and damaged lines."""
     for path in (run_dir / METRICS, run_dir / SAMPLES):
         rows, damaged = intact_rows(path)
         if damaged:
@@ -203,34 +216,44 @@ def _drop_after(run_dir: Path, step: int) -> None:
         if path.exists():
             write_atomic(path, "".join(json_line(row) for row in rows if row["step"] <= step))
     for path in [*(run_dir / "validation").glob("*.jsonl"), *(run_dir / "trace").glob("step_*")]:
-        if step_of(path) > step or path.name.endswith(PARTIAL):  # or what a kill left half written
+        left_by_kill = path.name.endswith(PARTIAL)
+        if step_of(path) > step or left_by_kill:
             path.unlink()
 
 
-# --- rows: answers, JSON lines, and writes that may fail ---
+# -- records: answers, and writes that may fail ----------------------------------------------------
 
 
 def generation_rows(
     step: int, groups: Sequence[ScoredGroup], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Return one row a trajectory, under verl's names; ``output`` is the whole response, tool text
-    included."""
+    """Return one row a trajectory, under verl's names.
+
+    ``output`` is the whole response, tool text included.
+    """
     rows = []
     for group in groups:
         prompt = group.prompt
-        # one placeholder a picture: a reader sees the picture, or none of its tokens
-        ids = prompt.media.collapse(prompt.token_ids) if prompt.media else prompt.token_ids
-        shared = {"uid": prompt.uid, "data_source": prompt.data_source, "ordinal": prompt.ordinal}
-        shared |= {"input": tokenizer.decode(ids), "gts": prompt.ground_truth, "step": step}
+        ids = prompt.token_ids
+        if prompt.media:  # a picture is one placeholder in the text, however many tokens it has
+            ids = prompt.media.collapse(ids)
+        prompt_text = tokenizer.decode(ids)
         for trajectory, score in zip(group.trajectories, group.scores, strict=True):
-            output = "".join(segment.text for segment in trajectory.segments)
-            own = {
+            row = {
+                **score.notes,
+                **score.parts,
+                "uid": prompt.uid,
+                "data_source": prompt.data_source,
+                "ordinal": prompt.ordinal,
+                "input": prompt_text,
+                "gts": prompt.ground_truth,
+                "step": step,
                 "pred": score.pred,
                 "stop": trajectory.stop.value,
-                "output": output,
+                "output": "".join(segment.text for segment in trajectory.segments),
                 "score": score.value,
             }
-            rows.append({**score.notes, **score.parts, **shared, **own})
+            rows.append(row)
     return rows
 
 
@@ -241,8 +264,10 @@ def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
-    """Write a record and return whether it worked: one that cannot be written costs a warning,
-    never the training."""
+    """Write a record and return whether it worked.
+
+    A record that cannot be written costs a warning, never the training.
+    """
     try:
         write()
     except (OSError, WriteFailed) as error:
@@ -253,7 +278,9 @@ def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a record named ``step_N`` or ``N``, complete or not; -1 for another
-    name."""
+    """Return the step of a record named ``step_N`` or ``N``; -1 for another name.
+
+    The record may be incomplete.
+    """
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1

@@ -170,7 +170,7 @@ def test_every_steps_parts_are_the_time_since_the_line_before(finished):
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_a_terminal_shows_a_bar_of_work_that_is_not_short(monkeypatch, pause):
-    monkeypatch.setattr(loggers, "DELAY_S", 0.05)
+    monkeypatch.setattr(loggers, "BAR_DELAY_S", 0.05)
     out = io.StringIO()
     out.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", out)
