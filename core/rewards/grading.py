@@ -1,4 +1,4 @@
-"""What is graded, by which scorer (a user's own function among them), and what its result is."""
+"""Jobs of grading, the scorers that grade them (also a user's function), and their results."""
 
 from __future__ import annotations
 
@@ -47,39 +47,40 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a model reads it that scores it: a chat and a text, or the policy's own token
-    ids."""
+    """An answer for a model that scores it: a chat and a text, or the policy's own token ids."""
 
     messages: tuple[Mapping[str, Any], ...]
-    response: str  # what the policy wrote, and nothing else
+    response: str  # the text that the policy wrote
     token_ids: tuple[int, ...]  # prompt and response
     ground_truth: Any = None  # for a judge that compares with it
 
 
-# The reward model as the reward layer calls it: with all the answers that wait at once
+# The reward layer calls a reward model with all the answers that wait at once
 Scores = Sequence[Score | Failure]
 RewardModelCall = Callable[[Sequence[Answer]], Scores | Awaitable[Scores]]
 
 
 def model_score(value: float, cut: bool = False, **more: float) -> Score | Failure:
-    """Return the score of a reward model or a judge. ``cut``: it did not see the end of the
-    answer."""
+    """Return the score of a reward model or a judge.
+
+    ``cut`` is True if the model did not see the end of the answer.
+    """
     if not math.isfinite(value):
         return Failure(ScoreStatus.CRASH, f"the reward model gave {value}\n")
     return Score(value, {"model": value, "model_cut": float(cut), **more})
 
 
 class ScoreError(ValueError):
-    """A reward function returned what is no score; the message holds what to return."""
+    """A reward function returned something that is no score; the message says what to return."""
 
 
 class CustomFunction:
-    """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info,
-    **reward_kwargs)``.
+    """A user's function, by default named ``compute_score``.
 
-    It is called by argument name with those of the four that it takes; it must take
-    ``solution_str``. ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and
-    ``check_ground_truth`` are used like a scorer's. One of ``lists`` (verl's batch manager) takes
+    Its arguments are ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` and
+    ``**reward_kwargs``. It is called by argument name with those of the four that it takes; it must
+    take ``solution_str``. ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and
+    ``check_ground_truth`` are used like a scorer's. With ``lists`` (verl's batch manager) it takes
     lists, here of one answer, and returns a list. Raises InputError.
     """
 
@@ -90,43 +91,40 @@ class CustomFunction:
         kwargs: Mapping[str, Any] | None = None,
         lists: bool = False,
     ):
-        self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "lists": lists}
-        self.lists, self.known = (
-            lists,
-            tuple(f"{name}s" for name in ARGUMENTS) if lists else ARGUMENTS,
-        )
-        self.name, self.kwargs = f"{path}:{name}", dict(kwargs or {})
-        self._loop: asyncio.AbstractEventLoop | None = None  # for a function that asks for one
+        self.kwargs = dict(kwargs or {})
+        self.settings = {"path": path, "name": name, "kwargs": self.kwargs, "lists": lists}
+        self.name = f"{path}:{name}"
+        self.lists = lists
+        self.known = tuple(f"{argument}s" for argument in ARGUMENTS) if lists else ARGUMENTS
+        self._loop: asyncio.AbstractEventLoop | None = None  # for a function that runs one
         where = path.removeprefix("file://").removeprefix("pkg://")
         try:
             self.function: Callable[..., Any] = load_object(f"{where}:{name}", f"{CUSTOM}.path")
             module = load_module(where, f"{CUSTOM}.path={where}")
         except InputError:
             raise
-        except Exception as error:  # of the user's module, which may raise anything
+        except Exception as error:  # the user's module may raise anything
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
             trace = traceback.format_exc(limit=-3).rstrip()
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
         self.examples = tuple(getattr(module, "EXAMPLES", ()))
-        # Its texts hold the tokens that it looks for
+        # The source of the module names the special tokens that the function looks for
         self.code = "".join(linecache.getlines(str(module.__file__)))
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
         try:
             signature = inspect.signature(self.function)
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-            self.arguments = tuple(
-                name for name in self.known if takes_all or name in signature.parameters
-            )
+            parameters = signature.parameters
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            self.arguments = [a for a in self.known if takes_all or a in parameters]
             if self.known[1] not in self.arguments:
                 raise TypeError(f"it has no argument {self.known[1]}")
             signature.bind(**dict.fromkeys(self.arguments), **self.kwargs)
         except TypeError as error:
-            rule = (
-                f"is called by name with ({', '.join([*self.known, *self.kwargs])}), which it "
-                f"refuses: {error}"
-            )
-            fix = f"rename its arguments, or correct {CUSTOM}.reward_kwargs"
-            raise InputError(f"{CUSTOM}.name={name}: {rule}; {fix}") from error
+            arguments = ", ".join([*self.known, *self.kwargs])
+            raise InputError(
+                f"{CUSTOM}.name={name}: is called by name with ({arguments}), which it refuses: "
+                f"{error}; rename its arguments, or correct {CUSTOM}.reward_kwargs"
+            ) from error
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the function in the shape of a built-in scorer, for one data source."""
@@ -137,26 +135,24 @@ class CustomFunction:
     def _call(
         self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Any:
-        # Copies: what the function does to its arguments must not reach the example in memory.
-        values = (data_source, response, *copy.deepcopy((ground_truth, dict(extra_info))))
-        values = [[value] for value in values] if self.lists else values
-        given = {
-            name: value
-            for name, value in zip(self.known, values, strict=True)
-            if name in self.arguments
-        }
+        # Copies: a function that changes its arguments must not change the example in memory
+        values = [data_source, response, *copy.deepcopy((ground_truth, dict(extra_info)))]
+        if self.lists:
+            values = [[value] for value in values]
+        arguments = dict(zip(self.known, values, strict=True))
         with self._own_event_loop():
-            result = self.function(**given, **self.kwargs)
-        if self.lists and len(result) != 1:
+            result = self.function(**{a: arguments[a] for a in self.arguments}, **self.kwargs)
+        if not self.lists:
+            return result
+        if len(result) != 1:
             raise ScoreError(
                 f"a function of lists must return one result an answer: got {result!r:.100} for one"
             )
-        return result[0] if self.lists else result
+        return result[0]
 
     @contextmanager
     def _own_event_loop(self) -> Iterator[None]:
-        """Let the function run an event loop (``asyncio.run``), which one that runs in this thread
-        would refuse."""
+        """Let the function run an event loop, although one runs in this thread already."""
         running = asyncio._get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
@@ -170,70 +166,41 @@ class CustomFunction:
 
 
 class Scorers:
-    """The scorers of a run and their options: the table of :mod:`reward_scores`, or the user's
-    function for all."""
+    """The scorers of a run and their options.
+
+    They are those of the table in :mod:`reward_scores`, or the user's function for all.
+    """
 
     def __init__(
-        self, reward_kwargs: Mapping[str, Any] | None = None, custom: CustomFunction | None = None
+        self,
+        reward_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        custom: CustomFunction | None = None,
     ):
-        self.reward_kwargs = {
-            name: dict(options or {}) for name, options in (reward_kwargs or {}).items()
-        }
+        self.reward_kwargs = dict(reward_kwargs or {})
         self.custom = custom
 
     def scorer(self, data_source: str) -> Scorer:
-        """Return the scorer of a data source. Raises UnknownDataSource where there is none."""
+        """Return the scorer of a data source. Raises UnknownDataSource."""
         return self.custom.scorer(data_source) if self.custom else scorer_for(data_source)
 
-    def options(self, scorer: Scorer) -> dict[str, Any]:
+    def options(self, scorer: Scorer) -> Mapping[str, Any]:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """Return the libraries of a data source's scorer whose work may not end. Raises
-        UnknownDataSource."""
+        """Return the libraries of a data source's scorer whose work may not end.
+
+        Raises UnknownDataSource.
+        """
         scorer = self.scorer(data_source)
         return tuple(scorer.libraries(**self.options(scorer)))
 
     def __call__(self, job: Job) -> Any:
-        """Return what the scorer returned, for :func:`as_score` to read; an awaitable of it from an
-        async function."""
+        """Return the scorer's result, which :func:`as_score` reads.
+
+        An async function returns an awaitable of it.
+        """
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
-
-
-class JoinedCalls:
-    """Calls a function of many, one call at a time, with what arrived during the call before."""
-
-    def __init__(self, function: Callable[[list[Any]], Any]):
-        self.function = function
-        self._waiting: list[tuple[Any, asyncio.Future]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def submit(self, item: Any) -> Any:
-        """Return the result of one item, or raise what the call raised that had it."""
-        loop = asyncio.get_running_loop()
-        self._waiting.append((item, answer := loop.create_future()))
-        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
-            self._task = loop.create_task(self._run())
-        return await answer
-
-    async def _run(self) -> None:
-        # Lets what arrives in the same turn of the event loop join the first call
-        await asyncio.sleep(0)
-        while waiting := [(item, answer) for item, answer in self._waiting if not answer.done()]:
-            self._waiting = []
-            try:
-                results = self.function([item for item, _ in waiting])
-                results = await results if inspect.isawaitable(results) else results
-            except Exception as error:  # every caller gets it; the next call goes on
-                results = [error] * len(waiting)
-            for (_, answer), result in zip(waiting, results, strict=True):
-                if answer.done():  # the caller was cancelled
-                    continue
-                if isinstance(result, Exception):
-                    answer.set_exception(result)
-                else:
-                    answer.set_result(result)
 
 
 def crash(error: BaseException) -> Failure:
@@ -246,10 +213,10 @@ def crash(error: BaseException) -> Failure:
 def as_score(result: Any) -> Score:
     """Read what a scorer returned: a number, a dict with ``score``, or a :class:`Score`.
 
-    Of a dict, ``pred`` is the answer that was read, other finite numbers (``acc`` among them) are
-    parts, and anything else is kept as text (``notes``). The status is OK where ``acc`` (the score
-    itself, unless given) is above 0. Raises ScoreError where ``score`` or ``acc`` is no finite
-    number.
+    In a dict, ``pred`` is the answer that the scorer read, other finite numbers (``acc`` among
+    them) are parts, and anything else is kept as text (``notes``). The status is OK if ``acc``, or
+    the score where there is no ``acc``, is above 0. Raises ScoreError if ``score`` or ``acc`` is no
+    finite number.
     """
     if isinstance(result, Score):
         parts, notes = _parts(result.parts)
@@ -258,48 +225,53 @@ def as_score(result: Any) -> Score:
         )
     fields = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in fields:
-        has = ", ".join(map(repr, fields)) or "nothing"
+        names = ", ".join(map(repr, fields)) or "nothing"
         raise ScoreError(
-            f"the reward function returned a dict without 'score' (it has {has}); {RETURN}"
+            f"the reward function returned a dict without 'score' (it has {names}); {RETURN}"
         )
-    value, pred = _number(fields.pop("score")), fields.pop("pred", None)
+    value = _number(fields.pop("score"))
+    pred = fields.pop("pred", None)
     parts, notes = _parts(fields)
     status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
     return Score(value, parts, status, pred=None if pred is None else str(pred), notes=notes)
 
 
-def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for
-    ``acc`` among these."""
-    parts, notes = {}, {}
-    for name, part in given.items():
-        if name == "acc" and part is not None or finite_number(part) is not None:
-            parts[str(name)] = _number(part, name)
-        elif part is not None:
-            notes[str(name)] = str(part)[:LONGEST_NOTE]
+def _parts(fields: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the fields that are finite numbers, and the others as texts.
+
+    Raises ScoreError if ``acc`` is among the others.
+    """
+    parts: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name == "acc" or finite_number(value) is not None:
+            parts[str(name)] = _number(value, name)
+        else:
+            notes[str(name)] = str(value)[:LONGEST_NOTE]
     return parts, notes
 
 
 def _number(value: Any, name: Any = "score") -> float:
     number = finite_number(value)
     if number is None:
-        shown = (
-            "None (is a return missing?)"
-            if value is None
-            else (f"a {type(value).__name__} ({value!r:.100})")
+        shown = f"a {type(value).__name__} ({value!r:.100})"
+        if value is None:
+            shown = "None (is a return missing?)"
+        raise ScoreError(
+            f"the reward function returned {shown} as its {str(name)!r}; "
+            f"{RETURN}, finite and at most {LARGEST:g}"
         )
-        rule = f"{RETURN}, finite and at most {LARGEST:g}"
-        raise ScoreError(f"the reward function returned {shown} as its {str(name)!r}; {rule}")
     return number
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number as a float; None for anything else, and for one that is not finite or too
-    large."""
+    """Return a number as a float, or None if it is no number, not finite or too large."""
     try:
-        scalar = value.item() if hasattr(value, "item") else value  # of numpy and torch
+        scalar = value.item() if hasattr(value, "item") else value  # numpy's and torch's scalars
         number = math.nan if isinstance(scalar, str | bytes) else float(scalar)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        # An array of several, an int beyond any float
+        # An array of several numbers, or an int beyond any float
         return None
     return number if abs(number) <= LARGEST else None

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.data.parquet import Example
 from core.errors import InputError
+from core.rewards.batch_calls import BatchCalls
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import (
     Answer,
     CustomFunction,
     Failure,
     Job,
-    JoinedCalls,
     RewardModelCall,
     Scorers,
 )
@@ -88,14 +88,14 @@ class RewardLayer:
             from core.rewards.judge import Judge
 
             self.judge = Judge(reward.judge)
-        self._reward_model: JoinedCalls | None = None
+        self._reward_model: BatchCalls | None = None
         self.failures = Failures()
         # Data source -> an answer that was graded at start
         self.known: Mapping[str, tuple[str, Score]] = {}
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
-        self._reward_model = JoinedCalls(reward_model)
+        self._reward_model = BatchCalls(reward_model)
 
     def check(self, rows: Iterable[Prompt | Example], tokenizer: Any = None) -> None:
         """Check every row of the data, and grade known answers where the answers will be graded;

@@ -32,7 +32,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from core.dry_run import is_dry_run
-from core.rewards.grading import JoinedCalls
+from core.rewards.batch_calls import BatchCalls
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import (
     BACKENDS,
@@ -70,7 +70,7 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
     # The one that owns the retriever
     thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")
     counts: Counter[str] = Counter()
-    calls = JoinedCalls(partial(_search_all, retriever, thread, max_batch, counts))
+    calls = BatchCalls(partial(_search_all, retriever, thread, max_batch, counts))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -262,7 +262,8 @@ def test_the_pool_agrees_with_grading_in_process(make_pool):
         Job("openai/gsm8k", text, "72", {})
         for text in ("#### 72\ud800", "é\u2028\n#### 72", "", "\x00")
     ]
-    here, there = grade(InProcess(Scorers()), jobs), grade(make_pool(), jobs)
+    pool = make_pool()
+    here, there = grade(InProcess(Scorers(), pool), jobs), grade(pool, jobs)
     assert len(jobs) > 50 and here == there
 
 
