@@ -1,7 +1,7 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier
-(one label) as transformers pools it. Answers are passed in batches of similar length, right-padded
+(one label) is pooled by transformers. Answers are passed in batches of similar length, right-padded
 under a mask, so that neither the batch nor its order changes a number beyond rounding.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
-    """Return the reward model's tokenizer; None where the model reads the policy's token ids.
+    """Return the reward model's tokenizer, or None if the model reads the policy's token ids.
 
     Raises InputError.
     """
@@ -42,19 +42,19 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
     if not tokenizer.chat_template:
         raise InputError(
             f"reward_model.model.path={config.path}: its tokenizer has no chat template; give it "
-            f"one, or set "
-            "reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
+            "one, or set reward_model.model.input_tokenizer=null where it reads the policy's own "
+            "tokens"
         )
     return tokenizer
 
 
 class RewardModel:
-    """A classifier with its tokenizer, and how an answer is written for it.
+    """A classifier with its tokenizer.
 
-    With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward
-    model's chat template) the answer is tokenised anew; with null the model reads the policy's
-    token ids. More than ``max_length`` tokens are cut at the end, and the score's ``cut`` is True.
-    Raises InputError.
+    With ``reward_model.model.input_tokenizer`` (the policy's) the answer's text is put into the
+    reward model's chat template and tokenised anew; with null the model reads the policy's token
+    ids. Tokens beyond ``max_length`` are cut off, and the score's ``cut`` is True. Raises
+    InputError.
     """
 
     def __init__(
@@ -63,41 +63,39 @@ class RewardModel:
         device: torch.device | str = "cpu",
         template_date: str | None = None,  # data.chat_template_date
     ):
-        self.config, self.device = config, torch.device(device)
+        self.config = config
+        self.device = torch.device(device)
         self.module, self.by_token = load_classifier(config.model)
         self.module.to(self.device)
         longest = same_positions(self.module.config)
         if longest is not None and config.max_length > longest:
-            rule = (
-                f"the model computes positions by the longest answer of a pass beyond "
-                f"{longest} tokens"
-            )
             raise InputError(
-                f"reward_model.max_length={config.max_length}: {rule}; lower it to that"
+                f"reward_model.max_length={config.max_length}: the model computes positions by the "
+                f"longest answer of a pass beyond {longest} tokens; lower it to that"
             )
+        # True if no number depends on which token pads
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
         self.tokenizer = load_scoring_tokenizer(config.model)
         self.template_arguments = clock_arguments(template_date)
 
     def score(self, answers: Sequence[Answer]) -> list[Score | Failure]:
-        """Return one score an answer; for an answer that the chat template refuses, its error
-        alone."""
-        ids, scores = [], [model_score(math.nan)] * len(answers)
-        for at, answer in enumerate(answers):
+        """Return one score an answer, or the error of an answer that the chat template refuses."""
+        ids = []
+        scores = [model_score(math.nan)] * len(answers)
+        for i, answer in enumerate(answers):
             try:
                 ids.append(self.encode(answer))
             except Exception as error:
                 # A template is a program of the model's maker: it may fail in any way
+                detail = f"the reward model: {type(error).__name__}: {error}\n"
                 ids.append([])
-                scores[at] = Failure(
-                    ScoreStatus.CRASH, f"the reward model: {type(error).__name__}: {error}\n"
-                )
+                scores[i] = Failure(ScoreStatus.CRASH, detail)
         limit = self.config.max_length
-        shown = [each[:limit] for each in ids]
-        for rows in self._passes([len(each) for each in shown]):
-            values = self._values([shown[at] for at in rows])
-            for at, value in zip(rows, values.tolist(), strict=True):
-                scores[at] = model_score(value, cut=len(ids[at]) > limit)
+        cut_ids = [sequence[:limit] for sequence in ids]
+        for indices in self._passes([len(sequence) for sequence in cut_ids]):
+            values = self._values([cut_ids[i] for i in indices])
+            for i, value in zip(indices, values.tolist(), strict=True):
+                scores[i] = model_score(value, cut=len(ids[i]) > limit)
         return scores
 
     def encode(self, answer: Answer) -> list[int]:
@@ -105,7 +103,7 @@ class RewardModel:
         if self.tokenizer is None:
             return list(answer.token_ids)
         chat = [dict(message) for message in answer.messages]
-        # A prefilled beginning, which the response goes on with
+        # The response continues a prefilled beginning
         if chat and chat[-1]["role"] == "assistant":
             chat[-1]["content"] += answer.response
         else:
@@ -115,36 +113,35 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the answers of each pass, longest first, within its bound of padded tokens; none
-        empty."""
-        order = sorted(
-            (at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at]
-        )
+        """Yield the indices of each pass, longest first, within its bound of padded tokens.
+
+        Empty sequences are in no pass.
+        """
+        filled = [i for i, length in enumerate(lengths) if length]
+        order = sorted(filled, key=lambda i: -lengths[i])
         budget = self.config.forward_max_token_len_per_gpu
         while order:
-            rows = max(1, budget // lengths[order[0]])
-            yield order[:rows]
-            order = order[rows:]
+            count = max(1, budget // lengths[order[0]])
+            yield order[:count]
+            order = order[count:]
 
     @torch.no_grad()
-    def _values(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return the model's numbers, [B] float32."""
+    def _values(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Return the model's numbers of sequences whose first is the longest, [B] float32."""
         model: Any = self.module.config
-        # A pooling decoder finds the last token by the id: it must end no sequence
         if self.any_pad:
-            last = {row[-1] for row in rows}
-            model.pad_token_id = next(
-                token for token in range(model.vocab_size) if token not in last
-            )
-        width, pad = len(rows[0]), model.pad_token_id
-        ids_BT = torch.tensor(
-            [[*row, *[pad] * (width - len(row))] for row in rows], device=self.device
-        )
-        lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
+            # A pooling decoder finds the last token by the padding's id, which must end no sequence
+            last_ids = {sequence[-1] for sequence in sequences}
+            model.pad_token_id = next(i for i in range(model.vocab_size) if i not in last_ids)
+        width = len(sequences[0])
+        padded = [
+            [*sequence, *[model.pad_token_id] * (width - len(sequence))] for sequence in sequences
+        ]
+        ids_BT = torch.tensor(padded, device=self.device)
+        lengths_B = torch.tensor([len(sequence) for sequence in sequences], device=self.device)
         mask_BT = torch.arange(width, device=self.device) < lengths_B[:, None]
-        logits = self.module(
-            input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False
-        ).logits.float()
+        output = self.module(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False)
+        logits = output.logits.float()
         if self.by_token:
-            logits = logits[torch.arange(len(rows), device=self.device), lengths_B - 1]
+            logits = logits[torch.arange(len(sequences), device=self.device), lengths_B - 1]
         return logits[:, 0].cpu()
