@@ -124,8 +124,8 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the
     ``typed`` paths only."""
     from core.algorithm.correction_bounds import threshold_problems
-    from core.plan import model_problems
     from core.tracking.tracker import folder_problem
+    from core.vision import pictures
 
     config = composed.config
     # These keys hold their defaults
@@ -143,7 +143,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
             problems.append(str(on_cpus))
     if not composed.problems:
         problems += map(str, threshold_problems(config))
-        problems += model_problems(config)
+        problems += map(str, pictures.problems(config))
     return problems
 
 

@@ -1,199 +1,52 @@
-"""Memory and disk of a configuration, before anything is downloaded or started; a dry run prints
-the same.
+"""Memory and disk of a configuration, before anything is downloaded or started.
 
-    python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B
-    trainer.nnodes=16 --gpu H100
+    python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \\
+        trainer.nnodes=16 --gpu H100
 
-An estimate: 12 bytes a trained parameter (float32 weights, two moments of Adam) over the learner
-ranks, what a pass holds at its highest, and the engine. A reward model is not planned. A run that
-would compute on this machine's CPU is planned for this machine, whose ranks share its memory.
+A dry run prints the same estimate: 12 bytes a trained parameter (float32 weights, two moments of
+Adam) over the learner ranks, the highest memory of each pass, and the engine. A reward model is not
+planned. A run that would compute on this machine's CPU is planned for this machine, whose ranks
+share its memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from core.config import compose, registry
 from core.config.defaults import has_accelerator
 from core.config.paths import cluster_address, is_local
 from core.config.schema import Config, TrainerConfig
 from core.config.section import FULL_PRECISION
+from core.config.training_keys import ActorConfig, CriticConfig, FSDPConfig
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.step_settings import CPU_LOGITS, head_logits
-from core.vision import pictures
+from core.model_shapes import SOURCE, TABLE, Shape, read_config, shape_of
 
-SOURCE = Path(__file__).with_name("model_shapes.yaml")
-TABLE = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
 GPUS = {name: memory * 2**30 for name, memory in TABLE["gpus"].items()}  # usable bytes
-USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
-GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE = PHASES = (
-    "generate",
-    "log-probs",
-    "update",
-    "critic update",
-)
-MEMORY_KEY = dict(
-    zip(PHASES, ("gen", "old_log_prob", "update_actor", "update_critic"), strict=True)
-)
+USABLE = 0.95  # share of a GPU's memory; the rest is the allocator's and the libraries'
+GENERATE = "generate"
+LOG_PROBS = "log-probs"
+UPDATE = "update"
+CRITIC_UPDATE = "critic update"
+PHASES = (GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE)
+# Phase -> its name in MEMORY_KEYS
+TIMERS = {
+    GENERATE: "gen",
+    LOG_PROBS: "old_log_prob",
+    UPDATE: "update_actor",
+    CRITIC_UPDATE: "update_critic",
+}
 DEFAULT_GPU = "H100"
 HERE = "this machine"  # in place of a GPU's name: the CPU that the command runs on
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A decoder with grouped-query attention, a gated MLP and RMS norms (the Llama and Qwen2
-    families)."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    vocab: int
-    tied: bool
-    bias: bool
-    head_dim: int = 0  # 0: hidden / heads
-    tower: int = 0  # parameters of the part that reads pictures; its activations are not planned
-
-    @property
-    def q_size(self) -> int:
-        return self.heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def kv_size(self) -> int:
-        return self.q_size // self.heads * self.kv_heads
-
-    @property
-    def block(self) -> int:
-        """Count the parameters of one layer."""
-        attention = 2 * self.hidden * (self.q_size + self.kv_size)
-        bias = (self.q_size + 2 * self.kv_size) if self.bias else 0
-        return attention + bias + 3 * self.hidden * self.mlp + 2 * self.hidden
-
-    @property
-    def ends(self) -> int:
-        """Count the parameters outside the layers: embedding, head, last norm."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.block + self.ends + self.tower
-
-    @property
-    def critic_parameters(self) -> int:
-        """Count the parameters of the same body with one number a token instead of the vocabulary
-        (and a bias)."""
-        return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
-
-    def adapters(self, rank: int) -> int:
-        """Count the parameters of LoRA on every linear layer: two factors each."""
-        return (
-            self.layers
-            * rank
-            * (7 * self.hidden + 2 * self.q_size + 2 * self.kv_size + 3 * self.mlp)
-        )
-
-    def kv_bytes(self, width: int) -> int:
-        """Return the bytes of key and value cache a token at ``width`` bytes a number."""
-        return 2 * self.layers * self.kv_size * width
-
-
-MODELS = {
-    name + suffix: Shape(**s) for name, s in TABLE["models"].items() for suffix in TABLE["suffixes"]
-}
-SIZES = {
-    **{"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"},
-    **{
-        "kv_heads": "num_key_value_heads",
-        "mlp": "intermediate_size",
-        "vocab": "vocab_size",
-        "head_dim": "head_dim",
-    },
-}
-
-
-def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
-    """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises
-    InputError for others."""
-    if (found := read_config(path)) is None:
-        if path in MODELS:
-            return MODELS[path]
-        near = difflib.get_close_matches(path, MODELS, n=1)
-        raise InputError(
-            f"the shape of {path} is not known offline; nearest in {SOURCE.name}: {near or 'none'}"
-        )
-    config = {
-        "head_dim": 0,
-        "num_key_value_heads": found.get("num_attention_heads"),
-        **found,
-        **(override or {}),
-    }
-    sizes = {field: config.get(name) or 0 for field, name in SIZES.items()}
-    wrong = [
-        SIZES[field]
-        for field, size in sizes.items()
-        if type(size) is not int or size < (field != "head_dim")
-    ]
-    if wrong or "vision_config" in found:
-        raise InputError(
-            f"{path}/config.json: no model of text by its {', '.join(wrong) or 'vision_config'}"
-        )
-    bias = config.get("attention_bias", config.get("model_type", "").startswith("qwen2"))
-    return Shape(**sizes, tied=config.get("tie_word_embeddings", True), bias=bias)
-
-
-def read_config(path: str) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a model's folder; None where there is none, as for a hub id.
-    Raises InputError."""
-    file = Path(os.path.expanduser(path)) / "config.json"
-    try:
-        return {**json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else None
-    except (OSError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}/config.json: cannot be read ({error}); it must hold a model's settings"
-        ) from error
-
-
-def model_problems(config: Config) -> list[str]:
-    """Return a line for each key that does not go together with a model that reads pictures."""
-    path, found = config.actor_rollout_ref.model.path, None
-    with suppress(InputError):  # a damaged folder: loading it reports that
-        found = read_config(path)
-    known = MODELS[path].tower > 0 if path in MODELS else False
-    reads = found.get("model_type") in registry.PICTURE_MODELS if found else known
-    return [str(problem) for problem in pictures.problems(config)] if reads else []
-
-
-def length_notes(config: Config) -> list[str]:
-    """Return a line if the longest sequence is beyond the model's positions and the data are not
-    here to be measured.
-
-    Where they are, a dry run measures them as a start does.
-    """
-    data, model = config.data, config.actor_rollout_ref.model
-    files = [*data.train_files, *data.val_files]
-    settings = read_config(model.path)
-    if settings is None or all(Path(file).expanduser().is_file() for file in files):
-        return []
-    settings = {**settings, **settings.get("text_config", {}), **(model.override_config or {})}
-    positions = settings.get("max_position_embeddings")
-    longest = data.max_prompt_length + data.max_response_length
-    if type(positions) is not int or longest <= positions:
-        return []
-    keys = f"data.max_prompt_length + data.max_response_length={longest}"
-    rule = f"{model.path} has max_position_embeddings={positions}"
-    return [f"{keys}: {rule}; lower them unless the data's prompts are shorter"]
+# -- sizes of passes -------------------------------------------------------------------------------
 
 
 def width(dtype: str) -> int:
@@ -201,18 +54,20 @@ def width(dtype: str) -> int:
     return 4 if dtype in FULL_PRECISION else 2
 
 
-def pass_tokens(config: Config, part: Any) -> int:
-    """Return the tokens in one pass of a rank, a budget or sequences that some ranks share, of
-    actor or critic."""
+def pass_tokens(config: Config, section: ActorConfig | CriticConfig) -> int:
+    """Return the tokens in one pass of a rank.
+
+    They are those of a token budget, or of sequences that some ranks share.
+    """
     longest = config.data.max_prompt_length + config.data.max_response_length
-    share = -(-longest // part.ulysses_sequence_parallel_size)
-    if part.use_dynamic_bsz:
-        return max(share, part.ppo_max_token_len_per_gpu)
-    return share * (part.ppo_micro_batch_size_per_gpu or 1)
+    share = -(-longest // section.ulysses_sequence_parallel_size)
+    if section.use_dynamic_bsz:
+        return max(share, section.ppo_max_token_len_per_gpu)
+    return share * (section.ppo_micro_batch_size_per_gpu or 1)
 
 
 def block_bytes(shape: Shape, width: int) -> int:
-    """Return what autograd keeps of one layer, a token."""
+    """Return the bytes per token that autograd keeps of one layer."""
     attention = (3 * shape.q_size + 2 * shape.kv_size) * width
     return 2 * shape.hidden * (4 + 2 * width) + attention + 4 * shape.mlp * width
 
@@ -220,15 +75,18 @@ def block_bytes(shape: Shape, width: int) -> int:
 def head_bytes(
     shape: Shape, tokens: int, width: int, trains: bool = True, logits: int = CPU_LOGITS
 ) -> float:
-    """Return the chunked head's bytes: logits (about three tensors of a chunk in float32), its
-    weight's gradient in float32, hidden states and their gradient."""
-    weight = 4.0 * shape.vocab * shape.hidden if trains else 0.0
-    return 3 * 4 * min(logits, tokens * shape.vocab) + weight + 2.0 * tokens * shape.hidden * width
+    """Return the chunked head's bytes.
+
+    They are the logits (about three tensors of a chunk in float32), the gradient of the head's
+    weight in float32, and the hidden states with their gradient.
+    """
+    logit_bytes = 3 * 4 * min(logits, tokens * shape.vocab)
+    weight_gradient = 4.0 * shape.vocab * shape.hidden if trains else 0.0
+    return logit_bytes + weight_gradient + 2.0 * tokens * shape.hidden * width
 
 
 def gathered_bytes(shape: Shape, width: int) -> float:
-    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the
-    ends."""
+    """Return the bytes of whole weights on a sharded rank: two layers and the ends."""
     return width * (2.0 * shape.block + shape.ends)
 
 
@@ -240,29 +98,37 @@ def update_bytes(
     checkpointing: bool,
     ranks: int,
     adapters: int = 0,
-    logits=CPU_LOGITS,
+    logits: int = CPU_LOGITS,
 ) -> float:
-    """Return gradients and activations at their highest beside the gathered weights: not all exist
-    at once.
+    """Return the most bytes of gradients and activations beside the gathered weights.
 
-    A layer's gradient is reduced in float32 while the layer before it is passed backward; those of
-    the ends stay whole until everything else is reduced. ``adapters`` are the trained parameters of
-    LoRA, 0 where all are trained.
+    Not all exist at once: a layer's gradient is reduced in float32 while the layer before it is
+    passed backward; the gradients of the ends stay whole until everything else is reduced.
+    ``adapters`` are the trained parameters of LoRA, 0 if all are trained.
     """
-    block, backward = block_bytes(shape, width), 2 * (shape.mlp + shape.hidden) * width
+    block = block_bytes(shape, width)
+    backward = 2 * (shape.mlp + shape.hidden) * width
     activations = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
-    gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
-    reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
-    head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
-    ends = 0.0 if adapters else (width + 4.0) * shape.ends
+    recomputed = block if checkpointing else 0
+    if adapters:
+        layer_gradients = 4.0 * adapters / ranks
+        reduced = 4.0 * adapters / shape.layers
+        head = 0.0
+        ends = 0.0
+    else:
+        layer_gradients = 4.0 * (shape.parameters - shape.ends) / ranks
+        reduced = 4.0 * shape.block
+        head = float(width) * shape.vocab * shape.hidden
+        ends = (width + 4.0) * shape.ends
     cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
-    return max(
-        activations + head_bytes(shape, tokens, width, not adapters, logits) + cast,  # in the head
-        # In the last layer
-        head + reduced + activations + tokens * (backward + (block if checkpointing else 0)),
-        head + reduced + gradients + tokens * (backward + block),  # in the first layer
-        gradients + ends - gathered_bytes(shape, width),  # at the end
-    )
+    in_head = activations + head_bytes(shape, tokens, width, not adapters, logits) + cast
+    in_last_layer = head + reduced + activations + tokens * (backward + recomputed)
+    in_first_layer = head + reduced + layer_gradients + tokens * (backward + block)
+    at_end = layer_gradients + ends - gathered_bytes(shape, width)
+    return max(in_head, in_last_layer, in_first_layer, at_end)
+
+
+# -- hardware and disk -----------------------------------------------------------------------------
 
 
 def hardware_of(config: Config) -> str:
@@ -294,10 +160,15 @@ def most_checkpoints(trainer: TrainerConfig) -> int | None:
     return kept + 1 if written is None else min(written, kept + 1)
 
 
+# -- the plan --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Part:
-    """Bytes that a role takes of a GPU in some phases. State is kept from step to step, else in
-    host memory."""
+    """Bytes of a GPU that a role takes in some phases.
+
+    State is kept from step to step: outside of these phases it is in host memory.
+    """
 
     role: str
     what: str
@@ -306,17 +177,41 @@ class Part:
     state: bool = False
 
 
+@dataclass(frozen=True)
+class Model:
+    """A model of the learner, and the settings that decide its memory."""
+
+    role: str
+    fsdp: FSDPConfig
+    parameters: int
+    # The others are those of a model that trains
+    update: str = ""  # the phase of its update
+    adapters: int = 0  # trained parameters of LoRA; 0 if all are trained
+    section: ActorConfig | CriticConfig | None = None
+    shape: Shape | None = None  # with the head of its passes
+    checkpointing: bool = False  # recomputes activations
+
+    @property
+    def trained(self) -> int:
+        """Return how many parameters the optimizer holds."""
+        return (self.adapters or self.parameters) if self.update else 0
+
+
 class Plan:
-    """What a resolved configuration needs on one kind of GPU. Raises InputError for a model or GPU
-    not known."""
+    """The memory and disk of a resolved configuration on one kind of GPU.
+
+    Raises InputError for a model or GPU that is not known.
+    """
 
     def __init__(self, config: Config, gpu: str | None = None):
         gpu = gpu or hardware_of(config)
         self.on_cpu = gpu == HERE
         if not self.on_cpu and gpu not in GPUS:
             raise InputError(f"--gpu={gpu}: not in {SOURCE.name}, which holds {', '.join(GPUS)}")
-        roles, trainer = config.actor_rollout_ref, config.trainer
-        self.config, self.gpu = config, gpu
+        roles = config.actor_rollout_ref
+        trainer = config.trainer
+        self.config = config
+        self.gpu = gpu
         self.shape = shape_of(roles.model.path, roles.model.override_config)
         self.sharded = trainer.backend == "ray"
         self.gpus = trainer.nnodes * trainer.n_gpus_per_node if self.sharded else 1
@@ -324,153 +219,136 @@ class Plan:
             self.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.gpus
         else:
             self.memory = GPUS[gpu]
-        size = roles.actor.fsdp_config.fsdp_size
         # Learner ranks that share one copy of the state
+        size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus
-        # Tokens of a sequence
+        # Tokens of the longest sequence
         self.longest = config.data.max_prompt_length + config.data.max_response_length
-        self.adapters = self.shape.adapters(roles.model.lora_rank)
-        self.critic_adapters = self.shape.adapters(config.critic.model.lora_rank)
-        if self.critic_adapters:
-            self.critic_adapters += self.shape.hidden + 1  # the new head trains whole
-        states = list(self._states())
+        policy, *critics = self._trained_models()
+        models = [policy, *self._frozen_models(), *critics]
+        states = [part for model in models for part in self._state(model)]
+        passes = [part for model in (policy, *critics) for part in self._passes(model)]
         # The sequences of full length that an engine's cache holds
         engine, self.kv_sequences = self._engine(states)
-        self.parts = [*states, *self._passes(), *engine]
-        self.host_bytes = sum(part.bytes for part in states if part.phases != PHASES)  # a rank
+        self.parts = [*states, *passes, *engine]
+        self.host_bytes = sum(part.bytes for part in states if part.phases != PHASES)  # per rank
         self.phase_bytes = {
-            one: sum(part.bytes for part in self.parts if one in part.phases) for one in PHASES
+            phase: sum(part.bytes for part in self.parts if phase in part.phases)
+            for phase in PHASES
         }
-        self.over = [
-            phase for phase, taken in self.phase_bytes.items() if taken > USABLE * self.memory
-        ]
+        usable = USABLE * self.memory
+        self.over = [phase for phase, needed in self.phase_bytes.items() if needed > usable]
         self.fits = not self.over and self.kv_sequences > 0
-        self.checkpoint_bytes = 12.0 * (self.adapters or self.shape.parameters)
-        if config.critic.enable:
-            trained = self.critic_adapters or self.shape.critic_parameters
-            self.checkpoint_bytes += 12.0 * trained
+        self.checkpoint_bytes = sum(12.0 * model.trained for model in models)
         self.checkpoints = most_checkpoints(trainer)
 
-    def _states(self) -> Iterator[Part]:
-        """Yield weights and optimizers of policy, reference and critic, and when they are on the
-        GPU."""
-        roles, critic, whole = (
-            self.config.actor_rollout_ref,
-            self.config.critic,
-            self.shape.parameters,
+    def _trained_models(self) -> list[Model]:
+        """Return the policy, and the critic if there is one."""
+        roles = self.config.actor_rollout_ref
+        policy = Model(
+            "policy",
+            roles.actor.fsdp_config,
+            parameters=self.shape.parameters,
+            update=UPDATE,
+            adapters=self.shape.adapters(roles.model.lora_rank),
+            section=roles.actor,
+            shape=self.shape,
+            checkpointing=roles.model.enable_gradient_checkpointing,
         )
-        models = [("policy", roles.actor.fsdp_config, (UPDATE,), whole, self.adapters or whole)]
-        if (
-            roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
-        ) and not self.adapters:
-            models.append(("reference", roles.ref.fsdp_config, (), whole, 0))
+        if not self.config.critic.enable:
+            return [policy]
+        section = self.config.critic
+        adapters = self.shape.adapters(section.model.lora_rank)
+        if adapters:
+            adapters += self.shape.hidden + 1  # the new head trains whole
+        critic = Model(
+            "critic",
+            section.model.fsdp_config,
+            parameters=self.shape.critic_parameters,
+            update=CRITIC_UPDATE,
+            adapters=adapters,
+            section=section,
+            shape=replace(self.shape, vocab=1),  # a value head has one output
+            checkpointing=section.model.enable_gradient_checkpointing,
+        )
+        return [policy, critic]
+
+    def _frozen_models(self) -> Iterator[Model]:
+        """Yield the reference policy and a recipe's frozen models."""
+        roles = self.config.actor_rollout_ref
+        uses_reference = roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+        if uses_reference and not roles.model.lora_rank:  # the base of adapters is the reference
+            yield Model("reference", roles.ref.fsdp_config, self.shape.parameters)
         for role, frozen in self.config.frozen_models.items():
             shape = shape_of(frozen.model.path, frozen.model.override_config)
-            models.append((role, roles.ref.fsdp_config, (), shape.parameters, 0))
-        if critic.enable:
-            fsdp, size = critic.model.fsdp_config, self.shape.critic_parameters
-            trained = self.critic_adapters or size
-            models.append(("critic", fsdp, (CRITIC_UPDATE,), size, trained))
-        leaves = self.sharded and not self.on_cpu  # a CPU's state has no other memory to go to
-        for role, fsdp, updates, number, trained in models:
-            offloaded = (
-                ()
-                if fsdp.offload_policy
-                else (LOG_PROBS, *updates)
-                if fsdp.param_offload
-                else PHASES
-            )
-            phases = offloaded if leaves else PHASES
-            yield Part(role, "weights in float32", 4.0 * number / self.ranks, phases, state=True)
-            if trained:
-                offloaded = (
-                    () if fsdp.offload_policy else updates if fsdp.optimizer_offload else PHASES
-                )
-                phases = offloaded if leaves else PHASES
-                yield Part(role, "optimizer", 8.0 * trained / self.ranks, phases, state=True)
+            yield Model(role, roles.ref.fsdp_config, shape.parameters)
 
-    def _passes(self) -> Iterator[Part]:
-        """Yield what log-probs and updates need for a while, the policy's and the critic's."""
-        config, roles = self.config, self.config.actor_rollout_ref
+    def _state(self, model: Model) -> Iterator[Part]:
+        """Yield weights and optimizer of a model, and when they are on the GPU."""
+        updates = (model.update,) if model.update else ()
+        weight_phases = optimizer_phases = PHASES
+        if self.sharded and not self.on_cpu:  # a CPU's state has no other memory to go to
+            if model.fsdp.param_offload:
+                weight_phases = (LOG_PROBS, *updates)
+            if model.fsdp.optimizer_offload:
+                optimizer_phases = updates
+            if model.fsdp.offload_policy:
+                weight_phases = optimizer_phases = ()
+        weights = 4.0 * model.parameters / self.ranks
+        yield Part(model.role, "weights in float32", weights, weight_phases, state=True)
+        if model.update:
+            moments = 8.0 * model.trained / self.ranks
+            yield Part(model.role, "optimizer", moments, optimizer_phases, state=True)
+
+    def _passes(self, model: Model) -> Iterator[Part]:
+        """Yield the memory of a model's passes: of log-probs, and of its update."""
+        shape = model.shape
+        size = width(model.fsdp.dtype)
+        gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
+        tokens = pass_tokens(self.config, model.section)
         logits = head_logits(None if self.on_cpu else self.memory)
-        learners = [
-            (
-                "policy",
-                UPDATE,
-                roles.actor,
-                roles.model,
-                roles.actor.fsdp_config,
-                self.shape,
-                self.adapters,
-            )
-        ]
-        if config.critic.enable:
-            # A value head has one output
-            part, headed = config.critic, replace(self.shape, vocab=1)
-            learners.append(
-                (
-                    "critic",
-                    CRITIC_UPDATE,
-                    part,
-                    part.model,
-                    part.model.fsdp_config,
-                    headed,
-                    self.critic_adapters,
-                )
-            )
-        for role, phase, part, model, fsdp, shape, adapters in learners:
-            size = width(fsdp.dtype)
-            gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
-            # Else no pass takes log-probs
-            if role == "policy" and self.sharded and config.generates:
-                tokens = pass_tokens(config, roles.actor)
-                # An MLP; else the head is highest
-                inside = float(tokens) * (3 * shape.mlp + 4 * shape.hidden) * size
-                highest = gathered + max(inside, head_bytes(shape, tokens, size, False, logits))
-                yield Part(
-                    role,
-                    f"activations of {tokens} tokens, a layer's weights",
-                    highest,
-                    (LOG_PROBS,),
-                )
-            tokens, checkpointing = pass_tokens(config, part), model.enable_gradient_checkpointing
-            options = {
-                "checkpointing": checkpointing,
-                "ranks": self.ranks,
-                "adapters": adapters,
-                "logits": logits,
-            }
-            what = f"gradients, activations of {tokens} tokens, a layer's weights"
-            yield Part(
-                role, what, gathered + update_bytes(shape, tokens, size, **options), (phase,)
-            )
+        # In one process, and without answers, no pass takes log-probs
+        if model.update == UPDATE and self.sharded and self.config.generates:
+            in_mlp = float(tokens) * (3 * shape.mlp + 4 * shape.hidden) * size
+            in_head = head_bytes(shape, tokens, size, trains=False, logits=logits)
+            what = f"activations of {tokens} tokens, a layer's weights"
+            yield Part(model.role, what, gathered + max(in_mlp, in_head), (LOG_PROBS,))
+        update = update_bytes(
+            shape,
+            tokens,
+            size,
+            checkpointing=model.checkpointing,
+            ranks=self.ranks,
+            adapters=model.adapters,
+            logits=logits,
+        )
+        what = f"gradients, activations of {tokens} tokens, a layer's weights"
+        yield Part(model.role, what, gathered + update, (model.update,))
 
     def _engine(self, states: Sequence[Part]) -> tuple[list[Part], int]:
-        """List the engine's parts, and count the sequences of full length that its cache holds."""
+        """Return the engine's parts, and how many sequences of full length its cache holds."""
         if not self.config.needs_engine:
             return [], 1
         rollout = self.config.actor_rollout_ref.rollout
-        reserves = "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads  # as vLLM does
-        gpus, size = rollout.tensor_model_parallel_size if reserves else 1, width(rollout.dtype)
+        size = width(rollout.dtype)
+        # Engines such as vLLM reserve a share of the memory for weights and cache
+        reserves = "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads
+        gpus = rollout.tensor_model_parallel_size if reserves else 1
         weights = 0.0 if self.config.one_copy else size * self.shape.parameters / gpus
         phases = (GENERATE,) if reserves and rollout.free_cache_engine else PHASES
         parts = [Part("engine", "weights", weights, phases)]
-        room = (
-            USABLE * self.memory
-            - weights
-            - sum(part.bytes for part in states if part.phases == PHASES)
-        )
         if reserves:
             room = rollout.gpu_memory_utilization * self.memory - weights
-            parts.append(
-                Part(
-                    "engine",
-                    "KV cache (the rest of gpu_memory_utilization)",
-                    max(0.0, room),
-                    phases,
-                )
-            )
-        return parts, max(0, int(room // (self.shape.kv_bytes(size) / gpus * self.longest)))
+            what = "KV cache (the rest of gpu_memory_utilization)"
+            parts.append(Part("engine", what, max(0.0, room), phases))
+        else:
+            always = sum(part.bytes for part in states if part.phases == PHASES)
+            room = USABLE * self.memory - weights - always
+        sequence_bytes = self.shape.kv_bytes(size) / gpus * self.longest
+        return parts, max(0, int(room // sequence_bytes))
+
+
+# -- text ------------------------------------------------------------------------------------------
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -479,7 +357,6 @@ def lines(plan: Plan) -> Iterator[str]:
     def row(role: str, when: str, size: float, what: str) -> str:
         return f"  {role:<10}{when:<19}{size / 2**30:>7.1f} GiB  {what}"
 
-    peak, memory = max(plan.phase_bytes.values()) / 2**30, plan.memory / 2**30
     if plan.on_cpu:
         device = "rank"
         where = f"{HERE} (cores: {os.cpu_count()}, no GPU, ranks: {plan.gpus})"
@@ -487,29 +364,29 @@ def lines(plan: Plan) -> Iterator[str]:
         device = "GPU"
         where = f"{plan.gpus} x {plan.gpu}"
     verdict = "fits on" if plan.fits else "DOES NOT FIT on"
+    peak = max(plan.phase_bytes.values()) / 2**30
+    memory = plan.memory / 2**30
     yield f"The run {verdict} {where}: {peak:.1f} of a {device}'s {memory:.1f} GiB are needed."
     for phase in plan.over:
-        yield (
-            f"  - {phase}: lower {MEMORY_KEYS[MEMORY_KEY[phase]]}, offload state, or share it "
-            f"among more GPUs"
-        )
+        keys = MEMORY_KEYS[TIMERS[phase]]
+        yield f"  - {phase}: lower {keys}, offload state, or share it among more GPUs"
     if plan.kv_sequences == 0:
         keys = "actor_rollout_ref.rollout.tensor_model_parallel_size or gpu_memory_utilization"
         yield f"  - the engine's cache holds no sequence of full length: raise {keys}"
-    for part in [part for part in plan.parts if part.phases]:
-        yield row(
-            part.role,
-            "always" if part.phases == PHASES else ", ".join(part.phases),
-            part.bytes,
-            part.what,
-        )
+    for part in plan.parts:
+        if part.phases:
+            when = "always" if part.phases == PHASES else ", ".join(part.phases)
+            yield row(part.role, when, part.bytes, part.what)
     yield row("host", "a rank", plan.host_bytes, "offloaded state")
-    count, frequency = plan.checkpoints, plan.config.trainer.save_freq
+    count = plan.checkpoints
+    size = plan.checkpoint_bytes
     if count is None:
+        frequency = plan.config.trainer.save_freq
         kept = f"a checkpoint; all that trainer.save_freq={frequency} writes are kept"
+        yield row("disk", "", size, kept)
     else:
-        kept = f"checkpoints: {count} at most, of {plan.checkpoint_bytes / 2**30:.1f} GiB"
-    yield row("disk", "", plan.checkpoint_bytes * (1 if count is None else count), kept)
+        kept = f"checkpoints: {count} at most, of {size / 2**30:.1f} GiB"
+        yield row("disk", "", size * count, kept)
     if plan.config.needs_engine:
         yield (
             f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, "
@@ -518,8 +395,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
-    """Return what a dry run prints of the plan: its lines, or one that gives the reason why there
-    is none."""
+    """Return the plan's lines for a dry run, or a line with the reason why there is no plan."""
     model = config.actor_rollout_ref.model.path
     absent = is_local(model) and not (Path(model).expanduser() / "config.json").exists()
     if config.trainer.val_only or absent:  # an earlier command may make the model
@@ -530,8 +406,30 @@ def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
         return [f"none: {error}"]
 
 
+def length_notes(config: Config) -> list[str]:
+    """Return a line if the longest sequence is beyond the model's positions.
+
+    If the data are here, nothing is returned: a dry run measures them, as a start does.
+    """
+    data = config.data
+    model = config.actor_rollout_ref.model
+    files = [*data.train_files, *data.val_files]
+    settings = read_config(model.path)
+    if settings is None or all(Path(file).expanduser().is_file() for file in files):
+        return []
+    settings = {**settings, **settings.get("text_config", {}), **(model.override_config or {})}
+    positions = settings.get("max_position_embeddings")
+    longest = data.max_prompt_length + data.max_response_length
+    if type(positions) is not int or longest <= positions:
+        return []
+    return [
+        f"data.max_prompt_length + data.max_response_length={longest}: {model.path} has "
+        f"max_position_embeddings={positions}; lower them unless the data's prompts are shorter"
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
+    """Print the plan. Return 1 if it does not fit, 2 if the configuration is at fault."""
     parser = argparse.ArgumentParser(
         "python -m core.plan", description="Estimate memory and disk of a run."
     )
@@ -542,10 +440,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = f"Left out: {DEFAULT_GPU}, or {HERE} if the run would compute on its CPU."
     parser.add_argument("--gpu", help=f"The kind of GPU: one of {', '.join(GPUS)}. {default}")
     args = parser.parse_intermixed_args(arguments)
+    overrides = [text for text in args.overrides if text != "--"]
     try:
-        plan = Plan(
-            compose(args.recipe, [each for each in args.overrides if each != "--"]), args.gpu
-        )
+        plan = Plan(compose(args.recipe, overrides), args.gpu)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

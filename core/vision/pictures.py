@@ -20,6 +20,7 @@ import numpy as np
 from core.config.registry import ENGINES, PICTURE_MODELS
 from core.config.section import Problem
 from core.errors import InputError
+from core.model_shapes import MODELS, read_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -346,26 +347,33 @@ def modality_of(config: Any) -> Modality:
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Yield the keys that do not go together with a model that reads pictures."""
-    roles, actor = config.actor_rollout_ref, "actor_rollout_ref.actor"
-    rule, fix = (
-        "does not go with a model that reads pictures",
-        ("leave it out, or give a model of text alone"),
-    )
-    split = {
-        f"{actor}.{name}": max(getattr(part, name) for part in (roles.actor, roles.ref))
-        for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size")
-    }
-    engine_reads = not config.needs_engine or ENGINES[roles.rollout.name].reads_media
-    for wrong, key, value in (
-        *(
-            (config.trainer.backend == "ray" and ranks > 1, key, ranks)
-            for key, ranks in split.items()
-        ),
-        (config.critic.enable, "algorithm.adv_estimator", config.algorithm.adv_estimator),
-        (config.reward_model.enable, "reward_model.enable", True),
-        (not engine_reads, "actor_rollout_ref.rollout.name", roles.rollout.name),
-        (not config.generates, "actor_rollout_ref.model.path", roles.model.path),
-    ):
-        if wrong:
-            yield Problem(key, value, rule, fix)
+    """Yield the keys that do not go together with the model, if it reads pictures."""
+    roles = config.actor_rollout_ref
+    if not known_to_read_pictures(roles.model.path):
+        return
+    rule = "does not go with a model that reads pictures"
+    fix = "leave it out, or give a model of text alone"
+    if config.trainer.backend == "ray":
+        for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size"):
+            ranks = max(getattr(roles.actor, name), getattr(roles.ref, name))
+            if ranks > 1:
+                yield Problem(f"actor_rollout_ref.actor.{name}", ranks, rule, fix)
+    if config.critic.enable:
+        yield Problem("algorithm.adv_estimator", config.algorithm.adv_estimator, rule, fix)
+    if config.reward_model.enable:
+        yield Problem("reward_model.enable", True, rule, fix)
+    if config.needs_engine and not ENGINES[roles.rollout.name].reads_media:
+        yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, rule, fix)
+    if not config.generates:
+        yield Problem("actor_rollout_ref.model.path", roles.model.path, rule, fix)
+
+
+def known_to_read_pictures(path: str) -> bool:
+    """Return whether a model reads pictures, by its folder or by the table of hub ids."""
+    try:
+        saved = read_config(path)
+    except InputError:  # a damaged folder: loading it reports that
+        return False
+    if saved is not None:
+        return saved.get("model_type") in PICTURE_MODELS
+    return path in MODELS and MODELS[path].tower > 0

@@ -13,7 +13,9 @@ from core import plan
 from core.command_line import prepare
 from core.config import compose
 from core.errors import InputError
-from core.plan import Plan, Shape, block_bytes, head_bytes, model_problems, plan_lines, shape_of
+from core.model_shapes import Shape, shape_of
+from core.plan import Plan, block_bytes, head_bytes, plan_lines
+from core.vision import pictures
 
 MODEL = "actor_rollout_ref.model.path"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -282,7 +284,7 @@ def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
 
 
 def problems(*keys: str, recipe: str = "grpo") -> list[str]:
-    return model_problems(compose(recipe, [*RAY, *keys]))
+    return list(map(str, pictures.problems(compose(recipe, [*RAY, *keys]))))
 
 
 @pytest.mark.parametrize(

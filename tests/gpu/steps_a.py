@@ -24,7 +24,8 @@ from core.learner.batching import mini_batching
 from core.learner.learner import Actor
 from core.learner.models import load_policy
 from core.learner.passes import MicroBatchSize
-from core.plan import MODELS, Shape, block_bytes, gathered_bytes, head_bytes, update_bytes
+from core.model_shapes import MODELS, Shape
+from core.plan import block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch
 from tests.padded import batch_of_padded
 

@@ -28,7 +28,7 @@ from core.config import Config, compose
 from core.learner import learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS
-from core.plan import Shape
+from core.model_shapes import Shape
 from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script
