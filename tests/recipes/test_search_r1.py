@@ -41,6 +41,7 @@ from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
+from tests.forked import forked_command
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -442,7 +443,8 @@ def test_a_run_that_searches_is_resumed_to_the_bit(files, tmp_path):
 def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsys):
     """`core.evaluate` without a learner, `trainer.val_only` with one: the same searches, answers
     and numbers."""
-    run_uninterrupted(run_command(files, "trainer.val_only=True"), tmp_path / "eval")
+    done = forked_command(run_command(files, "trainer.val_only=True")(tmp_path / "eval"))
+    assert done.returncode == 0, done.stderr
     arguments = run_command(files)(tmp_path / "none")[3:]
     out = tmp_path / "answers.jsonl"
     typed = [text for text in arguments if not text.startswith("actor_rollout_ref.model.path=")]

@@ -31,8 +31,9 @@ LOCAL = (
     *("trainer.backend=local", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
     "actor_rollout_ref.actor.use_kl_loss=False",
 )
-has_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+IN_VLLM = (
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.processes,
 )
 
 
@@ -42,7 +43,7 @@ def padded(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("padded"), vocab_size=VOCAB_SIZE + SPARE, **SHAPE)
 
 
-@pytest.mark.parametrize("engine", [(), pytest.param(VLLM, marks=has_vllm)], ids=["hf", "vllm"])
+@pytest.mark.parametrize("engine", [(), pytest.param(VLLM, marks=IN_VLLM)], ids=["hf", "vllm"])
 def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine):
     config = cluster_config(padded, *LOCAL, *engine)
     words = tiny_tokenizer()

@@ -25,7 +25,10 @@ from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, ru
 from tests.core.ray_cluster import cluster_config, write_model
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build")
+pytestmark = [
+    pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build"),
+    pytest.mark.processes,
+]
 CPU = torch.device("cpu")
 BLOCK = 32  # tokens; of the CPU build's kernels, as is the width of a head
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)

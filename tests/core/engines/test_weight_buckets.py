@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from core.engines.weight_buckets import (
     staged_size,
 )
 from core.errors import InputError
+from tests.forked import forked
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -72,23 +71,18 @@ def test_every_weight_comes_out_as_it_went_in(limit, count):
     )
 
 
-READ = """
-import pickle, sys, torch
-values, found = pickle.load(sys.stdin.buffer).open(torch.device("cpu"))
-print(list(found), [value.sum().item() for value in values], sep="; ")
-"""
+def read(pickled: bytes) -> None:
+    values, checksums = pickle.loads(pickled).open(CPU)
+    print(list(checksums), [value.sum().item() for value in values], sep="; ")
 
 
 def test_another_process_reads_the_same_memory():
     weights, values = some()
     staging = Staging(10**4, CPU)
     (bucket,) = pack(weights, values, 10**6, staging)
-    other = subprocess.run(
-        [sys.executable, "-c", READ], input=pickle.dumps(bucket), capture_output=True, check=True
-    )
-    assert other.stdout.decode().strip() == (
-        f"{list(bucket.checksum)}; {[value.sum().item() for value in values]}"
-    )
+    other = forked(read, pickle.dumps(bucket))
+    sums = [value.sum().item() for value in values]
+    assert other.stdout == f"{list(bucket.checksum)}; {sums}\n", other.stderr
     staging.file.truncate(100)
     with pytest.raises(ValueError, match="greater than file size"):
         bucket.open(CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from core.tracking.tracker import Tracker, generation_rows, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
+from tests.forked import forked
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,18 +44,16 @@ def test_a_step_is_on_disk_when_log_returns_and_steps_rise(tmp_path):
     tracker.close("finished")
 
 
-CRASHING = """
-import os, signal
-from tests.core.synthetic import *
-tracker = Tracker({folder!r}, configured())
-for step in range(8):
-    tracker.log(step_metrics(step, 1))
-    tracker.log_validation(step, records(step, 1, 5))
-    tracker.log_samples(step, sample_rows(step))
-with open(tracker.run_dir / "metrics.jsonl", "a") as file:
-    file.write('{{"step": 8, "critic/sc')  # killed while writing step 8
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def crash(folder) -> None:
+    """Write eight steps, and be killed while the ninth is written."""
+    tracker = Tracker(folder, configured())
+    for step in range(8):
+        tracker.log(step_metrics(step, 1))
+        tracker.log_validation(step, records(step, 1, 5))
+        tracker.log_samples(step, sample_rows(step))
+    with open(tracker.run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 8, "critic/sc')
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
@@ -64,9 +64,7 @@ def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
             tracker.log_samples(step, sample_rows(step))
         tracker.close("finished")
 
-    code = CRASHING.format(folder=str(tmp_path / "killed"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked(crash, tmp_path / "killed").returncode == -signal.SIGKILL
     run_id = json.loads((tmp_path / "killed" / "manifest.json").read_text())["run_id"]
     finish(Tracker(tmp_path / "killed", configured(), resume_step=5), 6)
     finish(Tracker(tmp_path / "whole", configured()), 0)

@@ -21,7 +21,10 @@ from tests.pictures import KINDS, model_config, save_vision_model, vision_model
 vllm = pytest.importorskip(
     "core.engines.vllm", reason="vLLM is not installed: make setup says why", exc_type=ImportError
 )
-pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build")
+pytestmark = [
+    pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build"),
+    pytest.mark.processes,
+]
 N = 3  # answers a prompt
 
 
