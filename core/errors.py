@@ -9,25 +9,24 @@ from pathlib import Path
 
 from core.secret_keys import without_given
 
-# Spaces of other widths, and what joins and parts letters of several scripts, change nothing but
-# how a text looks
+# Spaces of other widths, and characters that join and part letters of several scripts, change only
+# the look of a text
 SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
 
 
 def printable(text: str, but: str = SHOWN) -> str:
-    """Return the text without secrets, with escapes for control characters (except ``but``), which
-    a terminal obeys."""
+    """Return the text without secrets, and with escapes for control characters except ``but``.
+
+    A terminal would obey control characters.
+    """
     text = without_given(text)
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
-    )
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return the text with escapes for what a terminal cannot show: line breaks, controls, broken
-    characters."""
+    """Return the text with escapes for line breaks, controls and broken characters."""
     return printable(text, but="")
 
 
@@ -54,13 +53,12 @@ class InputError(ValueError):
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's text, with its notes: where another process raised it."""
+    """Return an error's text with its notes, which name the process that raised it."""
     return " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
 
 
 class BrokenInvariant(RuntimeError):
-    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a
-    hook of the user's."""
+    """Values of a step contradict each other: a bug here or in a user's hook, and no setting."""
 
 
 class WorkersLost(RuntimeError):
@@ -68,70 +66,80 @@ class WorkersLost(RuntimeError):
 
 
 class NoRoom(InputError):
-    """The cluster has no room for the run's processes: it is too small, others hold it, or nodes
-    were lost."""
+    """The cluster has no room for the run's processes.
+
+    It is too small, others hold it, or nodes were lost.
+    """
 
 
 class UnhealthyRun(RuntimeError):
     """A bound of ``trainer.health`` that ends a run was crossed; the run is saved and ended."""
 
 
-# --- disks ---
+# -- disks -----------------------------------------------------------------------------------------
 
 
 class WriteFailed(InputError):
-    """A file could not be written: the disk is full, or refuses it. Another try may succeed once
-    there is room."""
+    """A file could not be written: the disk is full, or refuses it.
+
+    Another try may succeed once there is room.
+    """
 
 
-# What no traceback explains better than a line
+# Errors that a line explains better than a traceback
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
-    """Return what to raise in place of an OSError: the file, what it should hold, why it cannot,
-    the space there."""
-    there = getattr(error, "__notes__", None)  # of another machine's disk nothing is known here
-    reason = f"{error.strerror or error}; {', '.join(there) if there else free_space(Path(path))}"
+    """Return the error to raise in place of an OSError.
+
+    It names the file, its content, the reason and the free space. An error with notes is one of
+    another machine, of whose disk nothing is known here.
+    """
+    notes = getattr(error, "__notes__", None)
+    details = ", ".join(notes) if notes else free_space(Path(path))
     return WriteFailed(
-        f"{path}: {what} could not be written ({reason}); make room there, and repeat the command"
+        f"{path}: {what} could not be written ({error.strerror or error}; {details}); make room "
+        "there, and repeat the command"
     )
 
 
 def free_space(path: Path) -> str:
-    """Return the space that is free where a path is or would be, in words."""
-    disk = os.statvfs(
-        next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), "/")
-    )
+    """Return the free space on the disk of a path, which need not exist, in words."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    disk = os.statvfs(place)
     return f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Raise WriteFailed where the block cannot write ``what`` to ``path``."""
+    """Raise WriteFailed if the block cannot write ``what`` to ``path``."""
     try:
         yield
     except OSError as error:
         raise write_failed(error, path, what) from error
 
 
-# --- memory ---
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class OutOfMemory(RuntimeError):
-    """A phase needed more memory than its process had left. Another try would end in the same
-    way."""
+    """A phase needed more memory than its process had left.
+
+    Another try would end in the same way.
+    """
 
 
-# Phase -> the keys that lower what it needs. They are memory settings, which cannot change the
-# result.
 _ENGINE = "actor_rollout_ref.rollout.gpu_memory_utilization or max_num_seqs"
+_ACTOR = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+_CRITIC = "critic.ppo_max_token_len_per_gpu"
+# Phase -> the keys that lower its memory, and cannot change the result
 MEMORY_KEYS = {
     **dict.fromkeys(("gen", "gen_ahead", "wait_ahead", "generate", "testing"), _ENGINE),
-    **dict.fromkeys(
-        ("old_log_prob", "ref", "update_actor"), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    ),
-    **dict.fromkeys(("values", "update_critic"), "critic.ppo_max_token_len_per_gpu"),
+    **dict.fromkeys(("old_log_prob", "ref", "update_actor"), _ACTOR),
+    **dict.fromkeys(("values", "update_critic"), _CRITIC),
     "reward_model": "reward_model.forward_max_token_len_per_gpu",
 }
 
@@ -139,33 +147,33 @@ MEMORY_KEYS = {
 def out_of_memory(
     error: BaseException, phase: str, where: str = "in this process"
 ) -> OutOfMemory | None:
-    """Return what to raise in place of an error that is a failed allocation; None for any other
-    error.
+    """Return the error to raise in place of a failed allocation; None for any other error.
 
-    Recognized by name and text: this module loads no torch, and an error may come from another
-    process.
+    A failed allocation is recognized by name and text: this module loads no torch, and an error may
+    come from another process.
     """
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    allocation = re.search(r"CUDA.*out of memory|can't allocate memory", str(error))
-    if isinstance(error, OutOfMemory) or not (named or allocation):
+    by_name = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    by_text = re.search(r"CUDA.*out of memory|can't allocate memory", str(error))
+    if isinstance(error, OutOfMemory) or not (by_name or by_text):
         return None
-    # With the amounts, if there are any
-    told = one_line(" ".join(str(error).split())[:300]) or type(error).__name__
+    # The text may have the amounts
+    details = one_line(" ".join(str(error).split())[:300]) or type(error).__name__
     keys = MEMORY_KEYS.get(
         phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state"
     )
     return OutOfMemory(
-        f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md "
-        f"has more ({told})"
+        f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md has more "
+        f"({details})"
     )
 
 
 @contextmanager
 def memory_phase(phase: str) -> Iterator[None]:
-    """Raise OutOfMemory with this phase where an allocation fails in the block."""
+    """Raise OutOfMemory with this phase if an allocation fails in the block."""
     try:
         yield
     except Exception as error:
-        if full := out_of_memory(error, phase):
-            raise full from error
+        failed_allocation = out_of_memory(error, phase)
+        if failed_allocation is not None:
+            raise failed_allocation from error
         raise

@@ -1,5 +1,7 @@
-"""``python -m core.export RUN_OR_CHECKPOINT OUT``: a checkpoint's policy as a Hugging Face
-folder."""
+"""Write a checkpoint's policy as a Hugging Face folder.
+
+python -m core.export RUN_OR_CHECKPOINT OUT
+"""
 
 from __future__ import annotations
 
@@ -17,52 +19,58 @@ from core.learner.saving import ADAPTERS, OPTIMIZER, export_hf
 
 
 def find_checkpoint(source: str | Path, key: str = "source") -> Checkpoint:
-    """Return the checkpoint at a path or URL, or the newest complete one of a run folder. Raises
-    InputError."""
+    """Return the checkpoint at a path or URL, or the newest complete one of a run folder.
+
+    Raises InputError.
+    """
     return CheckpointStore(Path(source).expanduser()).latest() or checkpoint_at(source, key)
 
 
 def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint:
-    """Write the policy of a checkpoint to the new folder ``out``; adapters are merged into ``base``
-    (by default where the run found it). Raises InputError."""
+    """Write the policy of a checkpoint to the new folder ``out``.
+
+    Adapters are merged into ``base``, by default the base model where the run found it. Raises
+    InputError.
+    """
     if out.exists():
         raise InputError(f"{out} exists: give the export a new folder")
-    found = find_checkpoint(source)
-    actor = found.folder / "actor"
+    checkpoint = find_checkpoint(source)
+    actor = checkpoint.folder / "actor"
     if not (actor / ADAPTERS).exists():
         shutil.copytree(actor, out, ignore=shutil.ignore_patterns(OPTIMIZER))
-        return found
+        return checkpoint
     from core.learner.lora import merge_saved
     from core.learner.models import quiet, read_tokenizer
     from core.vision.pictures import modality_of
 
-    saved = found.provenance.contents.get(MODELS["actor"]) if found.provenance else None
+    provenance = checkpoint.provenance
+    base_hashes = provenance.contents.get(MODELS["actor"]) if provenance else None
     with quiet():
-        model = merge_saved(actor, saved and saved[0], base)
+        model = merge_saved(actor, base_hashes and base_hashes[0], base)
     modality_of(model.config).load_processor(model, str(actor))
     export_hf(model, read_tokenizer(str(actor)), out)
-    return found
+    return checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m core.export", description="Write a checkpoint's policy as a model."
     )
-    add = parser.add_argument
-    add(
-        "source",
-        help="The run folder (its newest checkpoint is taken), or a global_step_N, or "
-        "the URL of one.",
+    parser.add_argument(
+        "source", help="The run folder (its newest checkpoint), a global_step_N, or the URL of one."
     )
-    add("out", type=written_here, help="The folder to write, which must not exist.")
-    add("--base", help="The base model of a LoRA run (default: where the run found it).")
+    parser.add_argument("out", type=written_here, help="The folder to write, which is a new one.")
+    parser.add_argument(
+        "--base", help="The base model of a LoRA run (default: where the run found it)."
+    )
     args = parser.parse_args(arguments)
     try:
-        found = export(**vars(args))
+        checkpoint = export(**vars(args))
     except (InputError, OSError) as error:
         print(f"core.export: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: the policy after step {found.step} of {found.folder.parent}")
+    run_folder = checkpoint.folder.parent
+    print(f"{args.out}: the policy after step {checkpoint.step} of {run_folder}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Files: written whole or not at all, and copied from and to URLs.
 
-A URL is reached by a driver of fsspec, which takes logins and addresses from the environment. What
-is read is copied once a node, to ``RLREPRO_CACHE`` (default ``~/.cache/rlrepro``), from which
-nothing is ever deleted.
+A URL is reached by a driver of fsspec, which takes logins and addresses from the environment. A
+file that is read is copied once per node, to ``RLREPRO_CACHE`` (default ``~/.cache/rlrepro``), from
+which nothing is ever deleted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from core.errors import InputError, WriteFailed
 PARTIAL = ".partial"  # end of the name of a file or folder that is being written
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 CACHE = "RLREPRO_CACHE"  # variable that names the folder of copies
-# Of these file systems a folder has to be made. On others that would make a bucket, which a
+# On these file systems a folder has to be made. On others that would make a bucket, which a
 # misspelt URL must not.
 WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 
 
 def fsync(path: Path) -> None:
-    """Put a file, or the names in a folder, on disk."""
+    """Force a file, or the list of names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,11 +48,10 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path to write to; what is there at the end of the block replaces ``path`` as a
-    whole.
+    """Yield a path to write to; the file there replaces ``path`` at the end of the block.
 
-    A reader, also after a kill, finds the old content or the new one. Nothing new is left where the
-    block raises.
+    A reader, also after a kill, finds the old content or the new one. If the block raises, nothing
+    new is left.
     """
     # Two processes may write the same file
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
@@ -74,10 +73,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def inside(folder: Path, name: str, listed: str | os.PathLike[str]) -> Path:
-    """Return the path of a file in ``folder``, whose name is from a list that anybody may have
-    written.
+    """Return the path of a file in ``folder`` by a name from a list that is not trusted.
 
-    Raises InputError for a name that leads elsewhere, a link included.
+    Raises InputError for a name that leads elsewhere, also by a link.
     """
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -92,8 +90,10 @@ def is_url(text: str | Path) -> bool:
 
 
 def written_here(text: str) -> Path:
-    """Return the path of a command's output, as argparse's ``type``. Raises ArgumentTypeError for a
-    URL."""
+    """Return the path of a command's output, as argparse's ``type``.
+
+    Raises ArgumentTypeError for a URL.
+    """
     if is_url(text):
         raise ArgumentTypeError(
             f"{text}: this is written to this machine alone; give a path, and copy it afterwards"
@@ -103,26 +103,24 @@ def written_here(text: str) -> Path:
 
 @contextmanager
 def explained(url: str, key: str, *, writing: bool = False) -> Iterator[None]:
-    """Raise what a driver raises (each has errors of its own) as InputError, or WriteFailed, of one
-    line."""
+    """Raise the errors of a driver as InputError, or WriteFailed, of one line."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:
-        what = (
-            f"cannot be {'written' if writing else 'read'} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())})"
-        )
-        fix = "check the URL, the network and the rights of the login in the environment"
-        raise (WriteFailed if writing else InputError)(f"{key}={url}: {what}; {fix}") from error
+    except Exception as error:  # each driver has errors of its own
+        failure = WriteFailed if writing else InputError
+        text = " ".join(str(error).split())
+        raise failure(
+            f"{key}={url}: cannot be {'written' if writing else 'read'} ({type(error).__name__}: "
+            f"{text}); check the URL, the network and the rights of the login in the environment"
+        ) from error
 
 
 def place(url: str, key: str, *, look: bool = False) -> tuple[Any, str]:
-    """Return the file system of a URL that ``key`` names, and the path in it, which ``look`` looks
-    up.
+    """Return the file system of a URL that ``key`` names, and the path in it.
 
-    Raises InputError where there is no driver, or nothing.
+    Raises InputError if there is no driver or, with ``look``, nothing at the path.
     """
     import fsspec
 
@@ -135,30 +133,30 @@ def place(url: str, key: str, *, look: bool = False) -> tuple[Any, str]:
 
 
 def local_path(path: str | Path, key: str = "URL", *, without: Sequence[str] = ()) -> str:
-    """Return a path as it is, and for a URL that of its copy on this node: for a process always the
-    same one.
+    """Return a path as it is, or the path of a URL's copy on this node.
 
-    Of a folder, files whose names match ``without`` are left out. Raises InputError, which names
-    ``key``.
+    A process gets the same copy each time. Files of a folder whose names match ``without`` are not
+    copied. Raises InputError, which names ``key``.
     """
-    return _copied(str(path).rstrip("/"), key, tuple(without)) if is_url(path) else str(path)
+    if not is_url(path):
+        return str(path)
+    return _copied(str(path).rstrip("/"), key, tuple(without))
 
 
 @functools.cache
 def _copied(url: str, key: str, without: tuple[str, ...]) -> str:
-    """Return the path of a URL's copy. A copy belongs to one state of what is there: a change is
-    another copy."""
+    """Return the path of a URL's copy. Each state of the remote files has a copy of its own."""
     fs, path = place(url, key, look=True)
     base = url.rpartition("/")[2]
     with explained(url, key):
         info = fs.info(path)
-        found = fs.find(path, detail=True) if info["type"] != "file" else {path: info}
-        there = {
-            full: found[full]
-            for full in found
-            if not any(fnmatch(full, f"*/{each}") for each in without)
+        files = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+        files = {
+            name: details
+            for name, details in files.items()
+            if not any(fnmatch(name, f"*/{pattern}") for pattern in without)
         }
-        state = json.dumps([url, there], sort_keys=True, default=str)
+        state = json.dumps([url, files], sort_keys=True, default=str)
         root = Path(os.environ.get(CACHE) or "~/.cache/rlrepro").expanduser().absolute()
         entry = root / hashlib.sha256(state.encode()).hexdigest()[:20]
         root.mkdir(parents=True, exist_ok=True)
@@ -167,10 +165,9 @@ def _copied(url: str, key: str, without: tuple[str, ...]) -> str:
             if not entry.exists():
                 partial = entry.with_suffix(PARTIAL)
                 shutil.rmtree(partial, ignore_errors=True)
-                for full in there:
-                    download(
-                        fs, full, inside(partial, base + full.removeprefix(path), url), key, url
-                    )
+                for name in files:
+                    target = inside(partial, base + name.removeprefix(path), url)
+                    download(fs, name, target, key, url)
                 os.rename(partial, entry)
     return str(entry / base)
 
@@ -184,8 +181,10 @@ def download(fs: Any, source: str, target: Path, key: str, url: str) -> None:
 
 
 def upload(url: str, key: str, name: str, content: bytes | Path) -> None:
-    """Write bytes, or a file of this machine, as ``name`` into the folder at a URL. Raises
-    WriteFailed."""
+    """Write bytes, or a file of this machine, as ``name`` into the folder at a URL.
+
+    Raises WriteFailed.
+    """
     fs, path = place(url, key)
     target = f"{path}/{name}"
     with explained(url, key, writing=True):
@@ -198,8 +197,10 @@ def upload(url: str, key: str, name: str, content: bytes | Path) -> None:
 
 
 def check_writable(url: str | Path, key: str) -> None:
-    """Write a small file into the folder at a URL and delete it; of a path nothing. Raises
-    WriteFailed."""
+    """Write a small file into the folder at a URL and delete it; a path is not tried.
+
+    Raises WriteFailed.
+    """
     if is_url(url):
         upload(str(url), key, ".writable", b"may be deleted")
         fs, path = place(str(url), key)
