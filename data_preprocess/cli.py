@@ -1,8 +1,6 @@
-"""The shared part of the scripts: arguments (verl's names), reading a data set from the hub or
-local files, writing.
+"""The shared part of the scripts: arguments with verl's names, reading a data set, writing rows.
 
-A script describes its data set as a :class:`Source`. What one data set alone needs stays in its
-script.
+A script describes its data set as a :class:`Source`, and has the code that only its data set needs.
 """
 
 from __future__ import annotations
@@ -28,24 +26,17 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A public data set.
+    """A public data set."""
 
-    Args:
-        name: the command, ``python -m data_preprocess.<name>``.
-        hub: its id on the Hugging Face hub, and ``config``, the name of the configuration there.
-        folder: where the parquet files go unless told.
-        make_row: ``(example, split, index) -> row``, or None for an example that has no gold
-        answer. only: the one split to write, where the set has one: every file and every split of
-        the hub is part of it. key: ``row -> text``; of rows with the same text the first is kept.
-        None: all are.
-    """
-
-    name: str
-    hub: str
-    config: str | None
-    folder: str
+    name: str  # the command is python -m data_preprocess.<name>
+    hub: str  # its id on the Hugging Face hub
+    config: str | None  # the name of its configuration there
+    folder: str  # where the parquet files go by default
+    # (example, split, index) -> row, or None for an example without a gold answer
     make_row: Callable[[Example, str, int], dict[str, Any] | None]
+    # The one split to write: every file and every split of the hub is part of it
     only: str | None = None
+    # row -> text; of rows with the same text the first is kept. None: all rows are kept
     key: Callable[[dict[str, Any]], str] | None = None
 
     @property
@@ -54,18 +45,14 @@ class Source:
 
 
 def run(source: Source, argv: Sequence[str] | None = None) -> int:
-    """Write ``train.parquet`` and ``test.parquet``, or the only one. Returns 0, or 2 with a line on
-    stderr.
+    """Write ``train.parquet`` and ``test.parquet``, or the only split.
 
-    With DRY_RUN=1 in the environment nothing is read or written.
+    Return 0, or 2 with a line on stderr. With DRY_RUN=1 in the environment nothing is read or
+    written.
     """
     args = _parse(source, argv)
-    if announced(
-        args.local_dataset_path,
-        args.hub,
-        args.local_dir,
-        [f"{split}.parquet" for split in source.splits],
-    ):
+    files = [f"{split}.parquet" for split in source.splits]
+    if announced(args.local_dataset_path, args.hub, args.local_dir, files):
         return 0
     try:
         if args.local_dataset_path:
@@ -83,27 +70,24 @@ def announced(local: Sequence[str] | None, hub: str, folder: str, files: Sequenc
     if not is_dry_run():
         return False
     origin = " ".join(local) if local else f"{hub} on the Hugging Face hub"
-    print(
-        f"dry run: would read {origin} and write {', '.join(f'{folder}/{name}' for name in files)}"
-    )
+    targets = ", ".join(f"{folder}/{name}" for name in files)
+    print(f"dry run: would read {origin} and write {targets}")
     return True
 
 
 def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Iterable[Example]]:
-    """Return the examples of each split, from a folder or from files whose names begin with
-    ``train`` or ``test``.
+    """Return the examples of each split, from a folder or from files.
 
-    Reads .jsonl, .json (a list) and .parquet, the last without holding it in memory. A folder may
-    be a snapshot of the hub's repository. With ``only``, every file is of that split, whatever its
-    name.
+    Names of files begin with ``train`` or ``test``. They are .jsonl, .json (a list) or .parquet,
+    which is not held in memory. A folder may be a snapshot of the hub's repository. With ``only``,
+    every file belongs to that split, whatever its name.
     """
     if only:
-        return {
-            only: itertools.chain.from_iterable([read_file(path) for path in _all_files(paths)])
-        }
+        examples = [read_file(path) for path in _all_files(paths)]
+        return {only: itertools.chain.from_iterable(examples)}
     files: dict[str, Path] = {}
-    for given in paths:
-        path = Path(given).expanduser()
+    for text in paths:
+        path = Path(text).expanduser()
         if path.is_dir():
             files |= _files_of(path)
             continue
@@ -111,10 +95,8 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
         if split is None or not path.is_file():
             problem = "does not exist" if not path.is_file() else "is not named train* or test*"
             raise InputError(
-                [
-                    f"--local_dataset_path: {path} {problem}; give a folder, or "
-                    f"train.jsonl and test.jsonl"
-                ]
+                f"--local_dataset_path: {path} {problem}; give a folder, or train.jsonl and "
+                "test.jsonl"
             )
         files[split] = path
     return {split: read_file(files[split]) for split in SPLITS if split in files}
@@ -124,11 +106,13 @@ def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str,
     """Return the examples of each split, through ``datasets``."""
     import datasets
 
-    advice = "check the id and the network, or give --local_dataset_path with downloaded files"
     try:
         loaded = datasets.load_dataset(hub, config) if config else datasets.load_dataset(hub)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError([f"--hub={hub}: it could not be loaded ({error}); {advice}"]) from error
+        raise InputError(
+            f"--hub={hub}: it could not be loaded ({error}); check the id and the network, or give "
+            "--local_dataset_path with downloaded files"
+        ) from error
     if only:
         return {only: itertools.chain.from_iterable(loaded.values())}
     return {split: loaded[split] for split in SPLITS if split in loaded}
@@ -170,54 +154,50 @@ def _parse(source: Source, argv: Sequence[str] | None) -> argparse.Namespace:
 def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path) -> int:
     if not splits:
         raise InputError(
-            [
-                f"{source.name}: neither a train nor a test split was found; give both, "
-                f"or one of them"
-            ]
+            f"{source.name}: neither a train nor a test split was found; give both, or one of them"
         )
-    prompts: dict[str, set[str]] = {}
+    prompts: dict[str, set[str]] = {}  # without white space, by split
     for split, examples in splits.items():
-        made = _made_rows(source, examples, split)
+        made = _make_rows(source, examples, split)
         print(write_rows(folder / f"{split}.parquet", made.rows))
         print(made, end="")
-        rows = made.rows
-        prompts[split] = {
-            "".join(json.dumps(row["prompt"]).replace("\\n", "").split()) for row in rows
-        }
+        texts = (json.dumps(row["prompt"]).replace("\\n", "") for row in made.rows)
+        prompts[split] = {"".join(text.split()) for text in texts}
     for split in source.splits:
         if split not in splits:
             print(f"  no {split} split was found, so {split}.parquet was not written")
     shared = len(set.intersection(*prompts.values())) if len(prompts) > 1 else 0
     if shared:
         print(
-            f"  note: {shared} questions are in both splits (white space aside); both keep "
-            f"them, as published"
+            f"  note: {shared} questions are in both splits (white space aside); both keep them, "
+            "as published"
         )
     return 0
 
 
 @dataclass
-class _Made:
+class _Rows:
     """The rows of a split, and how many examples were left out, by reason."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     examples: int = 0
-    gone: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)  # numbers of examples without gold answer
     repeated: int = 0
     contradicting: int = 0  # repeated with another gold answer
 
     def __str__(self) -> str:
         lines = []
-        if self.gone:
-            more = ", ..." if len(self.gone) > 10 else ""
+        if self.unanswered:
+            numbers = ", ".join(self.unanswered[:10])
+            more = ", ..." if len(self.unanswered) > 10 else ""
             lines.append(
-                f"  {len(self.gone)} of {self.examples} left out, no gold answer: "
-                f"{', '.join(self.gone[:10])}{more}\n"
+                f"  {len(self.unanswered)} of {self.examples} left out, no gold answer: "
+                f"{numbers}{more}\n"
             )
         if self.repeated:
             lines.append(
-                f"  {self.repeated} of {self.examples} left out, the same question as an "
-                f"earlier one\n"
+                f"  {self.repeated} of {self.examples} left out, the same question as an earlier "
+                "one\n"
             )
         if self.contradicting:
             lines.append(
@@ -226,15 +206,24 @@ class _Made:
         return "".join(lines)
 
 
-def _made_rows(source: Source, examples: Iterable[Example], split: str) -> _Made:
-    made, answers = _Made(), {}
+def _make_rows(source: Source, examples: Iterable[Example], split: str) -> _Rows:
+    made = _Rows()
+    answers: dict[str | int, Any] = {}  # key -> gold answer
     for index, example in enumerate(examples):
         made.examples += 1
-        row = _made(source, example, split, index)
+        try:
+            row = source.make_row(example, split, index)
+        except KeyError as error:
+            fields = ", ".join(example)
+            raise InputError(
+                f"example {index} of {split} has no field {error}, only {fields}; is it "
+                f"{source.hub}?"
+            ) from error
         if row is None:
-            made.gone.append(str(index))
+            made.unanswered.append(str(index))
             continue
-        key, answer = source.key(row) if source.key else index, row["reward_model"]["ground_truth"]
+        key = source.key(row) if source.key else index
+        answer = row["reward_model"]["ground_truth"]
         if key in answers:
             made.repeated += 1
             made.contradicting += answers[key] != answer
@@ -242,16 +231,6 @@ def _made_rows(source: Source, examples: Iterable[Example], split: str) -> _Made
             answers[key] = answer
             made.rows.append(row)
     return made
-
-
-def _made(source: Source, example: Example, split: str, index: int) -> dict[str, Any] | None:
-    try:
-        return source.make_row(example, split, index)
-    except KeyError as error:
-        has = ", ".join(example)
-        raise InputError(
-            [f"example {index} of {split} has no field {error}, only {has}; is it {source.hub}?"]
-        ) from error
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -265,37 +244,34 @@ def _files_of(folder: Path) -> dict[str, Path]:
     )
     files = {}
     for split in SPLITS:
-        found = [
-            path for pattern in patterns for path in sorted(folder.glob(pattern.format(split)))
-        ]
-        if found:
-            files[split] = found[0]
+        for pattern in patterns:
+            matches = sorted(folder.glob(pattern.format(split)))
+            if matches:
+                files[split] = matches[0]
+                break
     if not files:
-        looked = ", ".join(pattern.format("train") for pattern in patterns)
+        names = ", ".join(pattern.format("train") for pattern in patterns)
         raise InputError(
-            [
-                f"--local_dataset_path: {folder} holds none of {looked} (or test); give "
-                f"the files by name"
-            ]
+            f"--local_dataset_path: {folder} holds none of {names} (or test); give the files by "
+            "name"
         )
     return files
 
 
 def _all_files(paths: Sequence[str]) -> list[Path]:
-    found = []
-    for path in (Path(given).expanduser() for given in paths):
-        inside = (
-            [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
-        )
+    files: list[Path] = []
+    for path in (Path(text).expanduser() for text in paths):
+        if path.is_file():
+            files.append(path)
+            continue
+        inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
         if not inside:
-            problem = (
-                f"holds no file that ends in {', '.join(SUFFIXES)}"
-                if path.is_dir()
-                else "does not exist"
-            )
-            raise InputError([f"--local_dataset_path: {path} {problem}"])
-        found += inside
-    return found
+            problem = "does not exist"
+            if path.is_dir():
+                problem = f"holds no file that ends in {', '.join(SUFFIXES)}"
+            raise InputError(f"--local_dataset_path: {path} {problem}")
+        files += inside
+    return files
 
 
 def _read_parquet(path: Path) -> Iterator[Example]:
@@ -307,23 +283,25 @@ def _read_parquet(path: Path) -> Iterator[Example]:
 
 
 def read_file(path: Path) -> Iterable[Example]:
-    """Return the examples of a .jsonl, .json or .parquet file. Raises InputError where it holds
-    something else."""
+    """Return the examples of a .jsonl, .json or .parquet file.
+
+    Raises InputError if it holds something else.
+    """
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
         text = path.read_text(encoding="utf-8")
-        # Lines end with \n alone: str.splitlines would also cut at separators inside a question.
-        lines = [line for line in text.split("\n") if line.strip()]
-        examples = (
-            json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
-        )
+        if path.suffix == ".json":
+            examples = json.loads(text)
+        else:
+            # Lines end with \n alone: str.splitlines would also cut at separators in a question
+            examples = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise InputError(
-            [f"{path}: not readable as {path.suffix[1:]} ({error}); download it again"]
+            f"{path}: not readable as {path.suffix[1:]} ({error}); download it again"
         ) from error
     if not isinstance(examples, list):
         raise InputError(
-            [f"{path}: a list of examples is wanted, it holds a {type(examples).__name__}"]
+            f"{path}: a list of examples is needed, and it holds a {type(examples).__name__}"
         )
     return examples

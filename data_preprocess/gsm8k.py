@@ -20,12 +20,13 @@ _GOLD = re.compile(r"#### (-?[0-9.,]+)")
 
 def gold(solution: str) -> str | None:
     """Return the number after ``####`` without its thousands separators."""
-    found = _GOLD.search(solution)
-    return found.group(1).replace(",", "") if found else None
+    match = _GOLD.search(solution)
+    return match.group(1).replace(",", "") if match else None
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    question, solution = example["question"], example["answer"]
+    question = example["question"]
+    solution = example["answer"]
     answer = gold(solution)
     if answer is None:
         return None

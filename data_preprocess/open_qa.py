@@ -28,20 +28,20 @@ HUB = "RUC-NLPIR/FlashRAG_datasets"
 def make_qa_row(
     name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT
 ) -> dict[str, Any]:
-    """Return the row of a question. Raises InputError where question or answer is missing:
-    evaluation drops no row."""
-    question, golds = question_of(example), answers_of(example)
-    if not question or not golds:
+    """Return the row of a question.
+
+    Raises InputError if question or answer is missing: evaluation drops no row.
+    """
+    question = question_of(example)
+    answers = answers_of(example)
+    if not question or not answers:
         missing = "question" if not question else "answer"
         raise InputError(
-            [
-                f"{name}: example {index} of {split} has no {missing} "
-                f"({', '.join(example)}); mend the file"
-            ]
+            f"{name}: example {index} of {split} has no {missing} ({', '.join(example)}); mend the "
+            "file"
         )
-    content = prompt.replace("{question}", question)
-    target = {"target": golds}
-    chat = [{"role": "user", "content": content}]
+    target = {"target": answers}
+    chat = [{"role": "user", "content": prompt.replace("{question}", question)}]
     return make_row(
         name, chat, target, "fact-reasoning", split=split, index=index, question=question
     )
@@ -54,21 +54,20 @@ def question_of(example: Example) -> str:
 
 def answers_of(example: Example) -> list[str]:
     """Return all accepted answers in order, each once. Any of the published forms is read."""
-    found: list[Any] = []
+    answers: list[Any] = []
     for name in ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases"):
         value = example.get(name)
         if isinstance(value, str) and name == "possible_answers":
             value = json.loads(value)  # PopQA holds a list as text
-        found += [value] if isinstance(value, str) else list(value or ())
-    return list(dict.fromkeys(str(answer) for answer in found if str(answer).strip()))
+        answers += [value] if isinstance(value, str) else list(value or ())
+    return list(dict.fromkeys(str(answer) for answer in answers if str(answer).strip()))
 
 
 def read(path: Path) -> Iterable[Example]:
-    """Return the examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics
-    file (.txt)."""
+    """Return the examples of a .jsonl (plain or .gz), .json, .parquet or DPR topics (.txt) file."""
     if not path.is_file():
         raise InputError(
-            [f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"]
+            f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"
         )
     names = path.name.removesuffix(".gz")
     if names.endswith(".txt"):
@@ -84,7 +83,7 @@ def _lines(path: Path) -> Iterator[Example]:
                     yield json.loads(line)
             except ValueError as error:
                 raise InputError(
-                    [f"{path} line {number}: not JSON ({error}); download it again"]
+                    f"{path} line {number}: not JSON ({error}); download it again"
                 ) from error
 
 
@@ -101,8 +100,10 @@ def _topics(path: Path) -> Iterator[Example]:
 def examples_of(
     name: str, splits: Sequence[str], local: Mapping[str, Path] | None, hub: str
 ) -> tuple[str, Iterable[Example]]:
-    """Return the first of ``splits`` that the set has, and its examples, from local files or else
-    from the hub."""
+    """Return the first of ``splits`` that the set has, and its examples.
+
+    They are read from local files or, if ``local`` is None, from the hub.
+    """
     if local is not None:
         path, split = _local_file(name, splits, local)
         return split, read(path)
@@ -111,19 +112,19 @@ def examples_of(
 
 def _local_file(name: str, splits: Sequence[str], local: Mapping[str, Path]) -> tuple[Path, str]:
     if name in local:
-        return local[name], next(
-            (split for split in splits if split in local[name].name), splits[0]
-        )
-    for folder in (path for key, path in local.items() if not key):
+        path = local[name]
+        return path, next((split for split in splits if split in path.name), splits[0])
+    folders = [path for key, path in local.items() if not key]
+    for folder in folders:
         for split in splits:
             for suffix in (".jsonl", ".jsonl.gz", ".json", ".parquet"):
                 path = folder / name / f"{split}{suffix}"
                 if path.is_file():
                     return path, split
-    where = ", ".join(str(path) for key, path in local.items() if not key) or "the files given"
-    looked = " or ".join(f"{name}/{split}.jsonl" for split in splits)
+    where = ", ".join(map(str, folders)) or "the files given"
+    files = " or ".join(f"{name}/{split}.jsonl" for split in splits)
     raise InputError(
-        [f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"]
+        f"{name}: {where} hold no {files}; give {name}=FILE as well, or leave it out with --sets"
     )
 
 
@@ -133,14 +134,14 @@ def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable
     try:
         loaded = datasets.load_dataset(hub, name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        advice = "check the id and the network, or give --local_dataset_path"
         raise InputError(
-            [f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]
+            f"--hub={hub}: {name} could not be loaded ({error}); check the id and the network, or "
+            "give --local_dataset_path"
         ) from error
     split = next((split for split in splits if split in loaded), None)
     if split is None:
         raise InputError(
-            [f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"]
+            f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"
         )
     return split, loaded[split]
 
@@ -186,14 +187,17 @@ def arguments(
     return parser
 
 
-def local_files(given: Sequence[str] | None) -> dict[str, Path] | None:
-    """Return the files of ``name=FILE`` by name, a folder under the empty name; None where nothing
-    is given."""
-    if not given:
+def local_files(texts: Sequence[str] | None) -> dict[str, Path] | None:
+    """Return the files of ``name=FILE`` by name, and a folder under the empty name.
+
+    Return None if there are none.
+    """
+    if not texts:
         return None
-    named = [text.partition("=")[::2] for text in given]
-    pairs = [
-        (name, path) if path and "/" not in name else ("", text)
-        for (name, path), text in zip(named, given, strict=True)
-    ]
-    return {name: Path(path).expanduser() for name, path in pairs}
+    files = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not path or "/" in name:
+            name, path = "", text
+        files[name] = Path(path).expanduser()
+    return files
