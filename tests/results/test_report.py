@@ -176,7 +176,9 @@ def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
             "data.train_files": [files],
             "trainer.experiment_name": f"lab{seed}",
         }
-        return RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).experiment
+        data = [{"path": files, "sha256": f"{seed}"}]
+        manifest = {"recipe": "search_r1", "data": data}
+        return RecordedRun(tmp_path, config, manifest, (), {}, ()).experiment
 
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")

@@ -515,7 +515,12 @@ def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, met
 
 def test_an_episode_that_is_cancelled_ends_at_once_and_lets_its_tools_go(tmp_path):
     loop, released = loop_of(tmp_path, tools=own("Any")), threading.Event()
-    loop.tools["any"].release = lambda instance_id: released.set()
+
+    def release(instance_id):
+        released.set()
+        time.sleep(2)  # nobody waits for it
+
+    loop.tools["any"].release = release
 
     async def main():
         engine = ScriptedEngine(loop.tokenizer, lambda _: call("any", what="hang"))
