@@ -83,6 +83,7 @@ def test_a_dry_run_checks_the_recipe_inside_and_outside_of_the_repository(projec
     assert not (project / "outputs").exists()
 
 
+@pytest.mark.processes
 def test_loss_hook_and_scorer_act_in_a_run_that_is_reported(project, capsys):
     lab = project / prepare.FOLDER
     made = build(lab / "base", MODEL)  # not warmed up, under the real one's name
