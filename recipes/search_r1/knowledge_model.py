@@ -142,7 +142,9 @@ if __name__ == "__main__":
         prog="python -m recipes.search_r1.knowledge_model", description=__doc__
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="The seed of the knowledge (default %(default)s)."
+        "--seed", type=int, nargs="+", default=[1], help="The seeds of the knowledge (default 1)."
     )
     asked = parser.parse_args()
-    print(f"base model: {prepare(asked.seed)}", flush=True)
+    for seed in asked.seed:
+        base_model = prepare(seed)
+    print(f"base model: {base_model}", flush=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,6 +16,7 @@ from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate, t_interval
 from results.tables.table import AGAIN_P, PAGES, Numbers, Table, tables_of
 
+Made = tuple[Table, Numbers]
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 HEADER = (
     "| statement | in the paper | here | verdict | minutes | table |\n"
@@ -63,14 +64,18 @@ def forest(table: Table, numbers: Numbers) -> str:
     )
 
 
-def statement_lines(table: Table, numbers: Numbers, folder: str) -> Iterator[tuple[bool, str]]:
-    """Yield each statement's line of a README, and whether it is a headline."""
-    link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
-    for each in table.statements:
-        here = interval(table.gap(numbers, each), "+")
-        cells = [each.says, number(table.paper_gap(each)), here]
-        cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
-        yield each.headline, f"| {' | '.join(cells)} |\n"
+def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) -> str:
+    """Return the table of statements, or of headlines; ``folder`` leads to the pages."""
+    lines = [HEADER]
+    for table, numbers in made:
+        link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
+        for each in table.statements:
+            here = interval(table.gap(numbers, each), "+")
+            cells = [each.says, number(table.paper_gap(each)), here]
+            cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
+            if each.headline or not headlines:
+                lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 def summary(table: Table) -> str:
@@ -88,23 +93,17 @@ def generated() -> Iterator[tuple[Path, str]]:
     for table, numbers in made:
         yield PAGES / f"{table.id}.md", render(table, numbers)
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
-    for recipe in sorted({table.recipe for table, _ in made}):
-        pairs = [pair for pair in made if pair[0].recipe == recipe]
-        lines = [
-            line for pair in pairs for _, line in statement_lines(*pair, "../../results/tables/")
-        ]
+    yield with_lines(PAGES / "README.md", statement_lines(made, ""))
+    yield with_lines(ROOT / "README.md", statement_lines(made, "results/tables/", headlines=True))
+    for recipe in {table.recipe for table, _ in made}:
+        lines = statement_lines([m for m in made if m[0].recipe == recipe], "../../results/tables/")
         yield with_lines(ROOT / "recipes" / recipe / "README.md", lines)
-    lines = [
-        line for pair in made for top, line in statement_lines(*pair, "results/tables/") if top
-    ]
-    yield with_lines(ROOT / "README.md", lines)
 
 
-def with_lines(readme: Path, lines: Iterable[str]) -> tuple[Path, str]:
+def with_lines(readme: Path, lines: str) -> tuple[Path, str]:
     """Return a README and its text, with these lines between its markers."""
     head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return readme, f"{head}{BEGIN}\n{HEADER}{''.join(lines)}{END}{tail}" if rest else head
+    return readme, f"{head}{BEGIN}\n{lines}{END}{rest.partition(END)[2]}" if rest else head
 
 
 def update() -> None:

@@ -127,9 +127,8 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> int:
     print(
         f"{page.summary(table)}; here {len(missing)} of {len(files)} runs are missing", flush=True
     )
-    numbers = [str(seed) for seed in sorted(set(map(seed_of, missing)))]
-    texts = [text.replace("{seed}", n) for text in table.lab.prepare for n in numbers]
-    commands = list(dict.fromkeys(texts))
+    numbers = " ".join(map(str, sorted(set(map(seed_of, missing)))))
+    commands = [text.replace("{seeds}", numbers) for text in table.lab.prepare if missing]
     if is_dry_run():
         print("\n".join([*commands, *(f"train {arm}, seed {seed}" for arm, seed in missing)]))
         return 0
@@ -184,6 +183,7 @@ def stages(table: Table, name: str) -> list[tuple[str, str, list[Path]]]:
     answers = folder / "evaluation/answers.jsonl"
     export = f"{shlex.join(['bash', *words])} && python -m core.export {folder} {folder}/export"
     generate = f"python -m core.evaluate generate {table.recipe} --run {folder} --out {answers}"
+    generate += " data.val_max_samples=-1"  # a script validates on a part of the questions
     score = f"python -m core.evaluate score {answers} --name own"
     return [
         ("data", " && ".join(table.paper.data), data),

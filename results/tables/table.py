@@ -81,7 +81,7 @@ class Measure(Part):
 
 
 class Lab(Part):
-    """The miniature. ``{seed}`` in a command of ``prepare`` repeats it for each seed."""
+    """The miniature. ``{seeds}`` in a command of ``prepare`` stands for those that are missing."""
 
     about: str
     preset: str
