@@ -130,6 +130,23 @@ def test_a_validation_that_fails_costs_the_finished_step_nothing(tmp_path):
     assert run.run.store.steps() == [2]
 
 
+def test_an_error_in_an_update_saves_no_weights_between_two_steps(tmp_path):
+    config = configured(prepare(tmp_path), "run", "trainer.save_freq=-1")
+    run = scripted()(config, respond).init_workers()
+    update = run.workers.update_actor
+
+    def failing(batch, lr_multiplier):
+        metrics = update(batch, lr_multiplier)
+        if run.run.step == 2:
+            raise KeyError("a loss of the user's")
+        return metrics
+
+    run.workers.update_actor = failing
+    with pytest.raises(KeyError):
+        run.fit()
+    assert run.run.step == 2 and run.run.store.steps() == []
+
+
 @pytest.mark.parametrize("broken", ["nan", "out of range"])
 def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tmp_path, broken):
     """One line with the key; the checkpoint of the last healthy step is the only one, and stays."""
