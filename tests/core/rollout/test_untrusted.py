@@ -18,7 +18,11 @@ OVER = threading.Event()  # ends what the tests leave behind
 @pytest.fixture(autouse=True)
 def left_behind():
     OVER.clear()
+    # What blocks the test itself ends too, and the test fails by its time
+    too_long = threading.Timer(20, OVER.set)
+    too_long.start()
     yield
+    too_long.cancel()
     OVER.set()
 
 
