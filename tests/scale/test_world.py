@@ -16,7 +16,7 @@ from tests.scale.world import BOUND, ROOT, SCRIPTS, SYNC, world
 ESTIMATES = (LOG_PROBS, UPDATE, SYNC)
 
 
-@pytest.mark.parametrize("path", SCRIPTS)
+@pytest.mark.parametrize("path", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
 def test_the_plan_is_within_ten_percent_of_the_real_learner(path):
     """The published settings."""
     found = world(read_script(ROOT / path, ()))
