@@ -16,17 +16,10 @@ import pytest
 from tests.faults.kill_and_resume import compare_runs, read_lines, run_uninterrupted
 from tests.faults.ray_runs import Run, Watched, disturbed, killing, ordinals
 from tests.faults.striking import KINDS, PHASES, VARIABLE
-from tests.faults.tiny_run import PROMPTS, command, prepare
+from tests.faults.tiny_run import PROMPTS, command
 
 STEPS = 6
 RAY = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.max_restarts=1")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    prepare(folder)
-    return folder
 
 
 def over_ray(files: Path, *overrides: str, ranks: int = 2) -> Callable[[Path], list[str]]:

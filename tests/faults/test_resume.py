@@ -52,13 +52,6 @@ ADAPTIVE = (
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    prepare(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def grpo(files) -> tuple[Callable, Path]:
     """The command, and the folder of an undisturbed run of it."""
     factory = command(files, "grpo", STEPS, *KL)

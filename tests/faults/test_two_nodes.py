@@ -13,18 +13,11 @@ import pytest
 from tests.core.two_nodes import TwoNodes, namespaces, two_nodes
 from tests.faults.kill_and_resume import ROOT
 from tests.faults.ray_runs import Run, Watched, disturbed
-from tests.faults.tiny_run import command, prepare
+from tests.faults.tiny_run import command
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.xdist_group("two_nodes")]
 LOSSES = Path("core/algorithm/losses.py")
 NODES = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    prepare(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from core.checkpoint.store import CheckpointStore
 from tests.checkpoints import ROOT
 from tests.faults.kill_and_resume import compare_checkpoints, read_lines, run_uninterrupted
-from tests.faults.tiny_run import command, prepare
+from tests.faults.tiny_run import command
 from tests.forked import forked, run_module
 
 STEPS = 6
@@ -25,13 +25,6 @@ SLOWLY = (
     "trainer.save_freq=100",
     "reward_model.reward_manager=prime",
 )
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    prepare(folder)
-    return folder
 
 
 @contextmanager
