@@ -1,14 +1,14 @@
-"""From a finished trajectory to its :class:`Score`: who scores it, what the scorer sees, and what a
-failure becomes.
+"""Scoring of finished trajectories: by scorers, a reward model or a judge, and without a score.
 
-The scorers are :mod:`reward_scores`' or the user's function; they run in this process or in graders
-that can be killed.
+The scorers are those of :mod:`reward_scores` or the user's function. They run in this process or in
+graders that can be killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -36,37 +36,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
+# Share of reward_model.timeout_s for a program's tests: a slow program is a wrong answer, and no
+# failing scorer
 TESTS_SHARE = 0.8
-# For which a Sandbox Fusion server that is away is tried again: Server's default
+# Seconds for which a Sandbox Fusion server that is away is tried again: Server's default
 FUSION_GIVE_UP_S = 120.0
 
 
 class RewardError(InputError):
-    """Answers could not be scored, and the run cannot go on: by ``reward_model.on_error``, or as
-    none could."""
+    """Answers could not be scored, and ``reward_model.on_error`` ends the run, or none could."""
 
 
 class RewardLayer:
-    """Scores trajectories as the sections ``reward_model`` and ``custom_reward_function`` of the
-    configuration say.
+    """Scores trajectories by the sections ``reward_model`` and ``custom_reward_function``.
 
     Raises InputError, with all problems, for a configuration that cannot work.
     """
 
     def __init__(self, config: Config):
-        reward, custom = config.reward_model, config.custom_reward_function
+        reward = config.reward_model
+        custom = config.custom_reward_function
         self.config: RewardModelConfig = reward
-        known = sorted({scorer.name for scorer in SCORERS.values()})
-        fix = (
-            f"must map a scorer's name to its options, as in {{gsm8k: {{method: flexible}}}}; "
-            f"names: {', '.join(known)}"
-        )
+        scorer_names = sorted({scorer.name for scorer in SCORERS.values()})
+        # Wrong options of a scorer fail on its own examples
         problems = [
-            f"reward_model.reward_kwargs.{name}={options!r}: {fix}"
+            f"reward_model.reward_kwargs.{name}={options!r}: must map a scorer's name to its "
+            f"options, as in {{gsm8k: {{method: flexible}}}}; names: {', '.join(scorer_names)}"
             for name, options in (reward.reward_kwargs or {}).items()
-            if name not in known or not isinstance(options or {}, Mapping)
-        ]  # wrong options fail on the scorer's own examples
+            if name not in scorer_names or not isinstance(options or {}, Mapping)
+        ]
         function = None
         if custom.path:
             try:
@@ -77,12 +75,16 @@ class RewardLayer:
         if problems:
             raise InputError(problems)
         self.scorers = Scorers(scorer_options(reward), function)
-        # A server that restarts must not cost an answer: its time is not the scorer's
-        seconds = reward.timeout_s + (FUSION_GIVE_UP_S if reward.sandbox_fusion.url else 0.0)
-        self.pool = GraderPool(self.scorers, grader_count(reward), seconds, reward.memory_limit_mb)
-        self.manager = (
-            InProcess(self.scorers, self.pool) if reward.reward_manager == "naive" else self.pool
+        timeout_s = reward.timeout_s
+        if reward.sandbox_fusion.url:
+            # The time of a server that restarts is not the scorer's, and must not cost an answer
+            timeout_s += FUSION_GIVE_UP_S
+        self.pool = GraderPool(
+            self.scorers, grader_count(reward), timeout_s, reward.memory_limit_mb
         )
+        self.manager: GraderPool | InProcess = self.pool
+        if reward.reward_manager == "naive":
+            self.manager = InProcess(self.scorers, self.pool)
         self.judge: Any = None
         if reward.judged:
             from core.rewards.judge import Judge
@@ -109,8 +111,7 @@ class RewardLayer:
 
     @property
     def in_process(self) -> bool:
-        """Whether answers are graded in this process, while nothing else in it goes on. Known after
-        :meth:`check`."""
+        """Return whether grading holds up this process. Known once the scorers are checked."""
         return (
             self.manager is not self.pool
             and not self.pool.settings["preload"]
@@ -120,38 +121,20 @@ class RewardLayer:
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Score an answer.
 
-        For an example of style ``model`` the reward model scores; for another one the scorer, to
-        whose value ``reward_model.weight`` times the model's number is added. An episode that
-        failed (``Trajectory.failure``) has no score, as if its scorer had failed, which raises
-        RewardError only with ``on_error=raise``.
+        The reward model scores an example of style ``model``. The scorer scores any other example,
+        and ``reward_model.weight`` times the model's number is added. An episode that failed
+        (``Trajectory.failure``) has no score, as if its scorer had failed. Raises RewardError only
+        with ``on_error=raise``.
         """
         job = self.job(prompt, trajectory)
-        if trajectory.failure:
-            result = Failure(ScoreStatus.CRASH, f"{trajectory.failure}\n")
-        elif self.config.enable and prompt.style == MODEL_STYLE:
-            result = await self._ask_model(prompt, trajectory)
-        elif self.config.enable and self.config.weight:
-            result, model = await asyncio.gather(
-                self.manager.run(job), self._ask_model(prompt, trajectory)
-            )
-            if isinstance(model, Failure):
-                result = result if isinstance(result, Failure) else model
-            elif not isinstance(result, Failure):
-                value, parts = (
-                    result.value + self.config.weight * model.value,
-                    {**model.parts, **result.parts},
-                )
-                result = dataclasses.replace(result, value=value, parts=parts)
-        else:
-            result = await self.manager.run(job)
+        result = await self._result(job, prompt, trajectory)
         if not isinstance(result, Failure):
             self.failures.count("")
             return result
         report = (
             f"scoring failed ({result.status.value}) on uid={prompt.uid!r}, "
-            f"data_source={job.data_source!r}, "
-            f"ground_truth={job.ground_truth!r:.300}, response (its "
-            f"end)={job.response[-1000:]!r}\n{result.detail}"
+            f"data_source={job.data_source!r}, ground_truth={job.ground_truth!r:.300}, "
+            f"response (its end)={job.response[-1000:]!r}\n{result.detail}"
             f"(reward_model.on_error={self.config.on_error}) "
         )
         if self.config.on_error == "raise":
@@ -159,24 +142,48 @@ class RewardLayer:
         self.failures.count(report)
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
+    async def _result(self, job: Job, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
+        """Return the score by scorer, reward model or both, or why there is none."""
+        if trajectory.failure:
+            return Failure(ScoreStatus.CRASH, f"{trajectory.failure}\n")
+        if not self.config.enable:
+            return await self.manager.run(job)
+        if prompt.style == MODEL_STYLE:
+            return await self._score_by_model(prompt, trajectory)
+        if not self.config.weight:
+            return await self.manager.run(job)
+        by_scorer, by_model = await asyncio.gather(
+            self.manager.run(job), self._score_by_model(prompt, trajectory)
+        )
+        for score in (by_scorer, by_model):
+            if isinstance(score, Failure):
+                return score
+        return dataclasses.replace(
+            by_scorer,
+            value=by_scorer.value + self.config.weight * by_model.value,
+            parts={**by_model.parts, **by_scorer.parts},
+        )
+
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
-        """Return what a scorer gets: what the policy wrote, and how it came about."""
-        opened = prompt.opened_tag if isinstance(prompt, Prompt) else None
-        extra_info = {**prompt.extra_info, **facts(trajectory, opened)}
+        """Return the job of a scorer: the policy's text, and facts about the trajectory."""
+        opened_tag = prompt.opened_tag if isinstance(prompt, Prompt) else None
+        extra_info = {**prompt.extra_info, **facts(trajectory, opened_tag)}
         return Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
 
     def grade_text(
         self, row: Prompt | Example, response: str, ground_truth: Any
     ) -> Score | Failure:
-        """Grade an answer that is known before the run. A user's function has the row's
-        ``extra_info`` beside it."""
+        """Grade an answer that is known before the run.
+
+        A user's function also gets the row's ``extra_info``.
+        """
         job = dataclasses.replace(self.job(row, written(response)), ground_truth=ground_truth)
-        if self.scorers.custom is None:  # a built-in scorer's examples are to no row
+        if self.scorers.custom is None:  # the examples of a built-in scorer belong to no row
             job = dataclasses.replace(job, extra_info={})
         return asyncio.run(self.manager.run(job))
 
-    async def _ask_model(self, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
-        """Return the number of the judge or the reward model."""
+    async def _score_by_model(self, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
+        """Return the score of the judge or the reward model."""
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
@@ -184,8 +191,7 @@ class RewardLayer:
         return await self._reward_model.submit(answer)
 
     def usage(self, prefix: str) -> dict[str, float]:
-        """Return what a judge cost since the last call, under names with this prefix; nothing
-        without a judge."""
+        """Return the judge's counts since the last call, if there is a judge, by prefixed names."""
         return {} if self.judge is None else self.judge.usage(prefix)
 
     def close(self) -> None:
@@ -196,69 +202,78 @@ class RewardLayer:
 
 
 class Failures:
-    """Counts answers and those without a score; warns of the first of these."""
+    """Counts answers, and those without a score; warns of the first failure."""
 
     def __init__(self) -> None:
-        self.answers = self.failed = 0  # since the last rate
-        self.first = self.latest = ""  # reports of failures
+        # Since the last rate
+        self.answers = 0
+        self.failed = 0
+        # Reports of failures
+        self.first = ""
+        self.latest = ""
 
     def count(self, report: str) -> None:
-        """Count an answer. ``report`` tells why it has no score, and is empty for one that has."""
-        self.answers, self.failed = self.answers + 1, self.failed + bool(report)
-        if report and not self.first:
+        """Count an answer. ``report`` is the reason why it has no score, empty if it has one."""
+        self.answers += 1
+        if not report:
+            return
+        self.failed += 1
+        self.latest = report
+        if not self.first:
             self.first = report
             log.warning("%sShown once; reward/failed_rate has the share of each step", report)
-        self.latest = report or self.latest
 
     def rate(self, name: str) -> dict[str, float]:
-        """Return the share of failures since the last call, dropped groups included; nothing
-        without answers."""
+        """Return the share of failures since the last call, if there were answers.
+
+        Answers of dropped groups count.
+        """
         share = {name: self.failed / self.answers} if self.answers else {}
-        self.answers = self.failed = 0
+        self.answers = 0
+        self.failed = 0
         return share
 
     def stop_if_all(self, least: int) -> None:
-        """Raise RewardError where ``least`` answers were scored since the last rate and every one
-        failed."""
+        """Raise RewardError if ``least`` answers came since the last rate and every one failed."""
         if self.failed == self.answers >= least:
             self._stop(self.answers)
 
     def stop_if_none_is_graded(self, groups: Iterable[ScoredGroup]) -> None:
-        """Raise RewardError where the scorer failed on every answer of a step or a validation."""
+        """Raise RewardError if the scorer failed on every answer of a step or a validation."""
         scores = [score for group in groups for score in group.scores]
         if scores and all(score.ungraded for score in scores):
             self._stop(len(scores))
 
     def _stop(self, answers: int) -> NoReturn:
-        rule = f"the scorer failed on each of {answers} answers, of which nothing can be learnt"
-        fix = "correct the scorer, or what it needs, and repeat the command"
-        raise RewardError(f"{rule}; {fix}. The latest one:\n{self.latest}")
+        raise RewardError(
+            f"the scorer failed on each of {answers} answers, of which nothing can be learnt; "
+            "correct the scorer, or what it needs, and repeat the command. The latest one:\n"
+            f"{self.latest}"
+        )
 
 
 def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
-    """Return what a scorer learns of how the response came about: verl's names, and more under
-    ``rollout``.
+    """Return facts about a trajectory for its scorer: verl's names, and more under ``rollout``.
 
     verl's ``num_turns`` counts the prompt and tools too. ``opened_tag`` is a tag that the prompt's
     end opened, such as ``<think>``. ``segments`` is the role-tagged text: a scorer's ``response``
     is the policy's part of it only.
     """
-    by_policy = [segment.role == "policy" for segment in trajectory.segments]
-    answers = sum(
-        not own and before for before, own in zip([True, *by_policy], by_policy, strict=False)
-    )
-    users = list(trajectory.user_scores)
+    # Stretches of text that tools or simulated users wrote
+    by_others = [segment.role != "policy" for segment in trajectory.segments]
+    stretches = sum(1 for other, _ in itertools.groupby(by_others) if other)
+    user_scores = list(trajectory.user_scores)
     return {
-        "num_turns": 1 + trajectory.turns + answers,
+        "num_turns": 1 + trajectory.turns + stretches,
         "num_tool_calls": trajectory.tool_calls,
-        "turn_scores": users,
+        "turn_scores": user_scores,
         "tool_rewards": list(trajectory.tool_rewards),
-        "rollout_reward_scores": {"user_turn_rewards": users} if users else {},
+        "rollout_reward_scores": {"user_turn_rewards": user_scores} if user_scores else {},
         "rollout": {
             "num_turns": trajectory.turns,
             "num_tool_calls": trajectory.tool_calls,
             "opened_tag": opened_tag,
-            "user_scores": users,
+            "user_scores": user_scores,
             "response_length": len(trajectory.response_ids),
             "truncated": trajectory.truncated,
             "segments": [
@@ -269,22 +284,33 @@ def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, An
 
 
 def grader_count(reward: RewardModelConfig) -> int:
-    """Return the number of graders: one a core, at most 4, and as many as a Sandbox Fusion server
-    may be asked by."""
+    """Return the number of graders: one per core, and at most 4 if num_workers is not set.
+
+    A Sandbox Fusion server allows at most ``max_concurrent``.
+    """
     count = reward.num_workers or min(4, os.cpu_count() or 1)
-    return min(count, reward.sandbox_fusion.max_concurrent) if reward.sandbox_fusion.url else count
+    if reward.sandbox_fusion.url:
+        count = min(count, reward.sandbox_fusion.max_concurrent)
+    return count
 
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
-    """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run
-    programs."""
-    options = {name: dict(one or {}) for name, one in (reward.reward_kwargs or {}).items()}
-    sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
-    if reward.reward_manager != "naive":  # naive has no deadline for an answer
-        sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
-        # Each has its share
-        fusion["max_concurrent"] //= grader_count(reward) if reward.sandbox_fusion.url else 1
-    options["prime_code"] = {"sandbox": sandbox, **options.get("prime_code", {})}
+    """Return ``reward_model.reward_kwargs``, with the place and the limits of programs."""
+    options = {
+        name: dict(scorer_kwargs or {})
+        for name, scorer_kwargs in (reward.reward_kwargs or {}).items()
+    }
+    has_deadline = reward.reward_manager != "naive"
+    tests_s = TESTS_SHARE * reward.timeout_s
+    sandbox = reward.sandbox.model_dump()
+    if has_deadline:
+        sandbox["total_timeout_s"] = tests_s
+    of_programs = {"sandbox": sandbox}
     if reward.sandbox_fusion.url:
-        options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}
+        fusion = reward.sandbox_fusion.model_dump()
+        if has_deadline:
+            fusion["total_timeout_s"] = tests_s
+            fusion["max_concurrent"] //= grader_count(reward)  # the share of each grader
+        of_programs["sandbox_fusion"] = fusion
+    options["prime_code"] = {**of_programs, **options.get("prime_code", {})}
     return options
