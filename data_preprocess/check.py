@@ -46,8 +46,10 @@ def inspect(
     reward_fn_key: str = "data_source",
     any_source: bool = False,
 ) -> Findings:
-    """Count a file's rows and collect their problems. Raises InputError where it cannot be read at
-    all."""
+    """Count a file's rows and collect their problems.
+
+    Raises InputError if it cannot be read at all.
+    """
     file = ExampleFile(path, prompt_key, reward_fn_key)
     findings = Findings(rows=len(file))
     for row in file.examples(findings.problems):
@@ -74,27 +76,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    bad, seen = 0, {}
+    any_problem = False
+    prompts_of: dict[str, set[str]] = {}  # file -> hashes of its prompts
     for path in args.files:
         try:
             findings = inspect(path, encoder, args.prompt_key, args.reward_fn_key, args.any_source)
-            lines = findings.problems.lines()
+            problems = findings.problems.lines()
             print(f"{path}\n  sha256        {sha256_of(path)}")
             print(printable("\n".join(_report(findings, args.max_prompt_length))))
         except InputError as error:
-            findings, lines = Findings(), error.problems
+            findings = Findings()
+            problems = error.problems
             print(path)
-        for other, prompts in seen.items():
-            shared = len(prompts & set(findings.prompts))
+        prompts = set(findings.prompts)
+        for other, other_prompts in prompts_of.items():
+            shared = len(other_prompts & prompts)
             if shared:
                 print(f"  note          {shared} prompts are also in {other}")
-        seen[path] = set(findings.prompts)
-        print(
-            printable("\n".join(f"  problem       {line}" for line in lines))
-            or "  problems      none"
-        )
-        bad += bool(lines)
-    return 1 if bad else 0
+        prompts_of[path] = prompts
+        lines = "\n".join(f"  problem       {problem}" for problem in problems)
+        print(printable(lines) or "  problems      none")
+        any_problem = any_problem or bool(problems)
+    return 1 if any_problem else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -159,17 +162,18 @@ def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
 
 
 def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
-    """Collect problems of the ground truth: its own, and those that the scorer of its data source
-    reports."""
+    """Collect problems of the ground truth, also those that the scorer of its source reports."""
     from reward_scores import UnknownDataSource, scorer_for
 
-    gold, problems = row.ground_truth, findings.problems
-    if gold is not None and not (
-        gold.strip() if isinstance(gold, str) else gold or gold in (0, False)
-    ):
-        problems.add(
-            row.file, "the ground truth is empty", "fill it or leave the row out", row.number
-        )
+    gold = row.ground_truth
+    problems = findings.problems
+    if isinstance(gold, str):
+        empty = not gold.strip()
+    else:  # 0 and False are answers, and no ground truth is one for a user's function
+        empty = not gold and gold not in (0, False, None)
+    if empty:
+        fix = "fill it or leave the row out"
+        problems.add(row.file, "the ground truth is empty", fix, row.number)
         return
     if any_source:
         return
@@ -183,10 +187,8 @@ def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
         rule = f"reward_model.ground_truth: the scorer of {row.data_source} cannot grade a row"
         problems.add(row.file, rule, "correct the row or leave it out", row.number, complaint)
     elif remark := scorer.note_ground_truth(gold):
-        rule, fix = (
-            "a gold answer is graded in a special way",
-            ("look whether it is the answer that was meant"),
-        )
+        rule = "a gold answer is graded in a special way"
+        fix = "look whether it is the intended answer"
         findings.remarks.add("reward_model.ground_truth", rule, fix, row.number, remark)
 
 
@@ -198,22 +200,22 @@ def _report(findings: Findings, limit: int | None) -> list[str]:
         f"  characters    {_spread(findings.characters)}",
     ]
     if findings.tokens:
-        over = (
-            f"; {sum(n > limit for n in findings.tokens)} longer than {limit}"
-            if limit is not None
-            else ""
-        )
-        lines.append(f"  tokens        {_spread(findings.tokens)}{over}")
+        line = f"  tokens        {_spread(findings.tokens)}"
+        if limit is not None:
+            line += f"; {sum(n > limit for n in findings.tokens)} longer than {limit}"
+        lines.append(line)
     copies = sum(findings.prompts.values()) - len(findings.prompts)
     disputed = sum(len(contents) > 1 for contents in findings.contents.values())
     reused = sum(len(contents) > 1 for contents in findings.names.values())
-    notes = (
-        (copies, f"{copies} rows repeat an earlier prompt"),
-        (disputed, f"{disputed} prompts have more than one ground truth or data source"),
-        (reused, f"{reused} names (source/split/index) stand for different questions"),
-    )
-    lines += [f"  note          {text}" for count, text in notes if count]
-    return lines + [f"  note          {text}" for text in findings.remarks.lines()]
+    notes = []
+    if copies:
+        notes.append(f"{copies} rows repeat an earlier prompt")
+    if disputed:
+        notes.append(f"{disputed} prompts have more than one ground truth or data source")
+    if reused:
+        notes.append(f"{reused} names (source/split/index) stand for different questions")
+    notes += findings.remarks.lines()
+    return lines + [f"  note          {text}" for text in notes]
 
 
 def _counted(counter: Counter[str]) -> str:

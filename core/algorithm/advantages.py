@@ -107,7 +107,7 @@ class AdvantageInputs:
         return self.group_B.bincount(weights=values_B)[self.group_B]
 
     @cached_property
-    def group_count(self) -> Tensor:
+    def group_count_B(self) -> Tensor:
         """Return how many sequences of each sequence's group were scored, [B] float64."""
         return self.group_sum(self.counted_B.double())
 
@@ -128,8 +128,8 @@ class AdvantageInputs:
         It has Bessel's correction, and is 1 for fewer than two scored sequences.
         """
         deviations_B = (self.relative_rewards_B - self.group_mean()).masked_fill(~self.counted_B, 0)
-        variance_B = self.group_sum(deviations_B.square()) / (self.group_count - 1).clamp(min=1)
-        return torch.where(self.group_count > 1, variance_B.sqrt(), 1.0)
+        variance_B = self.group_sum(deviations_B.square()) / (self.group_count_B - 1).clamp(min=1)
+        return torch.where(self.group_count_B > 1, variance_B.sqrt(), 1.0)
 
     # -- actions: the tokens that the policy wrote in scored sequences ----------------------------
 
@@ -240,7 +240,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ``A_i = R_i - mean of the group's other rewards``, computed as
     ``n / (n - 1) * (R_i - mean_group)``. A group of one keeps its reward.
     """
-    count_B = inputs.group_count
+    count_B = inputs.group_count_B
     deviation_B = inputs.relative_rewards_B - inputs.group_mean()
     advantages = inputs.spread(deviation_B * count_B / (count_B - 1).clamp(min=1))
     return advantages, advantages
