@@ -59,7 +59,7 @@ def pass_tokens(config: Config, section: ActorConfig | CriticConfig) -> int:
 
     They are those of a token budget, or of sequences that some ranks share.
     """
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.longest_sequence
     share = -(-longest // section.ulysses_sequence_parallel_size)
     if section.use_dynamic_bsz:
         return max(share, section.ppo_max_token_len_per_gpu)
@@ -223,7 +223,7 @@ class Plan:
         size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus
         # Tokens of the longest sequence
-        self.longest = config.data.max_prompt_length + config.data.max_response_length
+        self.longest = config.longest_sequence
         policy, *critics = self._trained_models()
         models = [policy, *self._frozen_models(), *critics]
         states = [part for model in models for part in self._state(model)]
@@ -255,7 +255,7 @@ class Plan:
             shape=self.shape,
             checkpointing=roles.model.enable_gradient_checkpointing,
         )
-        if not self.config.critic.enable:
+        if not self.config.has_critic:
             return [policy]
         section = self.config.critic
         adapters = self.shape.adapters(section.model.lora_rank)
@@ -276,8 +276,9 @@ class Plan:
     def _frozen_models(self) -> Iterator[Model]:
         """Yield the reference policy and a recipe's frozen models."""
         roles = self.config.actor_rollout_ref
-        uses_reference = roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
-        if uses_reference and not roles.model.lora_rank:  # the base of adapters is the reference
+        if (
+            self.config.needs_ref and not roles.model.lora_rank
+        ):  # the base of adapters is the reference
             yield Model("reference", roles.ref.fsdp_config, self.shape.parameters)
         for role, frozen in self.config.frozen_models.items():
             shape = shape_of(frozen.model.path, frozen.model.override_config)
@@ -419,7 +420,7 @@ def length_notes(config: Config) -> list[str]:
         return []
     settings = {**settings, **settings.get("text_config", {}), **(model.override_config or {})}
     positions = settings.get("max_position_embeddings")
-    longest = data.max_prompt_length + data.max_response_length
+    longest = config.longest_sequence
     if type(positions) is not int or longest <= positions:
         return []
     return [

@@ -58,7 +58,7 @@ def bases(config: Any) -> dict[str, list[str]]:
     machine."""
     found = {}
     for name, key in MODELS.items():
-        if name == "actor" or config.critic.enable:
+        if name == "actor" or config.has_critic:
             try:
                 found[key] = [base_of(convert.get(config, key))]
             except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from core.checkpoint.provenance import Provenance
-from core.config.section import FrozenDict
+from core.config.section import EMPTY
 from core.errors import InputError, WriteFailed, free_space
 from core.files import (
     PARTIAL,
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def seal(
-    folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()
+    folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = EMPTY
 ) -> None:
     """Put everything in ``folder`` on disk, then a manifest of it; files of ``hashes`` are not read
     again."""
@@ -254,7 +254,7 @@ class CheckpointStore:
         self,
         step: int,
         provenance: Provenance | None = None,
-        hashes: Mapping[str, str] = FrozenDict(),
+        hashes: Mapping[str, str] = EMPTY,
     ) -> Iterator[Path]:
         """Yield a temporary folder to fill, which becomes ``global_step_<step>``, or is removed
         where anything fails.

@@ -48,7 +48,7 @@ def check_layers(config: Config) -> None:
     """
     roles = config.actor_rollout_ref
     parts = [("actor_rollout_ref.actor", roles.actor), ("actor_rollout_ref.ref", roles.ref)]
-    for key, part in parts + [("critic", config.critic)] * config.critic.enable:
+    for key, part in parts + [("critic", config.critic)] * config.has_critic:
         if (ranks := part.tensor_model_parallel_size) == 1:
             continue
         name = f"{key}.tensor_model_parallel_size={ranks}"

@@ -23,20 +23,17 @@ from core.errors import InputError
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
 ROOT = Path(__file__).resolve().parents[2]
-# What is nobody's own: this repository's packages, Python and what is installed
-OTHERS = [
-    ROOT / name
-    for name in ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")
-]
-OTHERS += [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+PACKAGES = ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")
+INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+# Folders of code that is not the user's: this repository's packages, Python, what is installed
+OTHERS = [*(ROOT / name for name in PACKAGES), *(Path(path).resolve() for path in INSTALLED)]
 
 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
-    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to; a file
-    is run once.
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
 
-    ``key`` is the configuration key the path came from. ``beside``: a file whose project may hold
-    the module. Raises InputError: no ``:name``, no such module or file, or no such name in it.
+    ``key`` is the configuration key that holds the path. ``beside`` is a file whose project may
+    hold the module. Raises InputError: no ``:name``, no such module or file, or no such name in it.
     """
     where, _, name = spec.rpartition(":")
     label = f"{key}={spec}" if key else spec
@@ -49,24 +46,22 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
 
 
 def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
-    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins
-    with ``label``."""
+    """Return the module ``package.module``, or ``path/to/file.py``, which is run once.
+
+    Raises InputError, which begins with ``label``.
+    """
     if where.endswith(".py"):
         return _from_file(where, label)
     with importing_from(beside.expanduser().resolve()) if beside else nullcontext():
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as error:
-            # A package that the module itself imports and lacks is another error than a module that
-            # is not there.
-            if error.name is None or not (
-                where == error.name or where.startswith(f"{error.name}.")
-            ):
+            # Only the module itself: one that it imports and lacks is another error
+            if not error.name or not f"{where}.".startswith(f"{error.name}."):
                 raise
             fix = "run from the repository root, or name the file: path/to/file.py:function"
-            raise InputError(
-                f"{label}: no module {error.name!r} on the import path; {fix}"
-            ) from error
+            rule = f"no module {error.name!r} on the import path"
+            raise InputError(f"{label}: {rule}; {fix}") from error
 
 
 def absent(error: ModuleNotFoundError) -> str:
@@ -75,8 +70,7 @@ def absent(error: ModuleNotFoundError) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file of code is a user's: neither of this repository, of Python nor of an
-    installed package."""
+    """Return whether a file of code is a user's: not this repository's, Python's or a package's."""
     path = Path(file).resolve()
     return path.is_file() and not any(path.is_relative_to(folder) for folder in OTHERS)
 
@@ -84,11 +78,9 @@ def is_own(file: str) -> bool:
 def _from_file(where: str, label: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():
-        raise InputError(
-            f"{label}: there is no file {path}; the path counts from the working "
-            f"directory {Path.cwd()}"
-        )
-    # The path is part of the name, so that two files of the same name do not collide.
+        fix = f"the path counts from the working directory {Path.cwd()}"
+        raise InputError(f"{label}: there is no file {path}; {fix}")
+    # The path is part of the name, so that two files of the same name do not collide
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -107,21 +99,27 @@ def _from_file(where: str, label: str) -> ModuleType:
 
 @contextmanager
 def importing_from(file: Path) -> Iterator[None]:
-    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it
-    is imported."""
-    roots = [one for one in file.parents if any((one / marker).exists() for marker in MARKERS)][:1]
-    folders = list(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
+    """Put a file's folder and its project's root first on ``sys.path`` while it is imported.
+
+    A folder ``src`` in the root is put there too.
+    """
+    folders = [file.parent]
+    for folder in file.parents:
+        if any((folder / marker).exists() for marker in MARKERS):
+            folders += [folder, folder / "src"]
+            break
+    paths = list(dict.fromkeys(map(str, folders)))
     known = set(sys.modules)
     importlib.invalidate_caches()
-    sys.path[:0] = folders
+    sys.path[:0] = paths
     try:
         yield
     finally:
-        for folder in folders:
-            sys.path.remove(folder)
-        for module in [sys.modules[name] for name in set(sys.modules) - known]:
-            if is_own(str(getattr(module, "__file__", None))):
-                _pickle_by_value(module)
+        for path in paths:
+            sys.path.remove(path)
+        for name in set(sys.modules) - known:
+            if is_own(str(getattr(sys.modules[name], "__file__", None))):
+                _pickle_by_value(sys.modules[name])
 
 
 def _pickle_by_value(module: ModuleType) -> None:

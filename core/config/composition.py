@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from core.config.convert import nested, over
 from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
 from core.config.section import NO_SECTION, Problem, brief, show
-from core.config.section import typed as as_typed
-from core.config.verl_names import Composed
+from core.config.unused_keys import unused
+from core.config.verl_names import Line
 from core.errors import InputError
 from core.secret_keys import shown_word
 
@@ -34,7 +35,25 @@ OPTIONS = ("--config-path=", "--config-name=")  # a file in place of the recipe'
 KEY = re.compile(r"\+*[A-Za-z_][\w-]*(\.[\w-]+)*")
 # ValueError is that of a number with too many digits, RecursionError of deep brackets
 PARSER_ERRORS = (HydraException, ValueError, RecursionError)
+FILE_ERRORS = (OSError, TypeError, ValueError, OmegaConfBaseException, convert.yaml.YAMLError)
 Tree = dict[str, Any]
+Problems = list[Problem | str]
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration, and everything that was found out about it and about the command line."""
+
+    config: Config  # resolved; with ``problems`` a refused value is replaced by its default
+    problems: Sequence[str]
+    warnings: Sequence[str]
+    words: Mapping[str, Any]  # every key of the line, as it was typed -> value
+    given: Mapping[str, Any]  # keys that an override set, and no recipe's file -> value as read
+    typed: frozenset[str]  # those of them that were typed
+    scripted: frozenset[str]  # those that a run script gives, whatever was typed over them
+    read: Mapping[str, tuple[Any, Mapping[str, Any]]]  # key of another version -> value, settings
+    unused: Mapping[str, tuple[Any, str]]  # override that does nothing here -> value, reason
+    without_effect: frozenset[str]  # every key that has no effect, from any source
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -58,266 +77,316 @@ def examine(
     run, say. They are taken as they are: a ``${...}`` in them could read the environment.
     """
     schema = recipes.schema_of(recipe)
-    found = Composed(recipe, schema)
+    line, file, script, typed = _read(recipe, overrides)
+    presets, warnings = _presets(file, script, typed)
+    trees = [_preset(recipe, name) for name in presets]
+    tree = over(convert.as_tree(schema()), trees[0], nested(file.values))
+    tree = over(tree, trees[1], nested(script.values), trees[2])
+    tree = over(tree, literal(own_tree(base or {}, schema)), nested(typed.values))
+    layers = (file, script, typed)
+    problems = [problem for layer in layers for problem in layer.problems]
+    problems += filter(None, (_preset_problem(recipe, name) for name in presets))
+    foreign = _joined(layer.foreign for layer in layers)
+    problems += _techniques_that_are_on(foreign)
+    tree, unresolved = _resolved(tree, schema)
+    warnings = [*typed.warnings, *warnings, *_write_dashes(tree)]
+    config, refused = validated(schema, tree, line)
+    given = script.values | typed.values
+    config, misplaced = defaults.over_ray(config, given)
+    config = defaults.resolve(config, recipe)
+    problems += [*unresolved, *refused]
+    problems += _of_meant_values([*misplaced, *rules.broken("PROBLEMS", config, recipe)], problems)
+    warnings += map(str, rules.broken("WARNINGS", config, recipe))
+    reasons = {key: unused(config, key) for key in (*given, *convert.all_keys(schema))}
+    return Composed(
+        config=config,
+        problems=tuple(dict.fromkeys(map(str, problems))),
+        warnings=(*warnings, *verl_names.older_defaults(line)),
+        words=line.words,
+        given=given,
+        typed=frozenset(typed.values),
+        scripted=frozenset(script.values),
+        read=_joined(layer.read for layer in layers),
+        unused=_joined(layer.unused for layer in layers)
+        | _techniques_that_are_off(foreign)
+        | {key: (given[key], reasons[key]) for key in given if reasons[key]},
+        without_effect=frozenset(key for key, reason in reasons.items() if reason),
+    )
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> Tree:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _of_meant_values(broken: Iterable[Problem], problems: Problems) -> list[Problem]:
+    """Return the broken rules of keys that hold what was written.
+
+    The default that stands for a refused value breaks no rule.
+    """
+    refused = {problem.key for problem in problems if isinstance(problem, Problem)}
+    return [
+        problem
+        for problem in broken
+        if not refused & {problem.key, *re.findall(r"[\w.]+\w", problem.rule)}
+    ]
+
+
+# --- words to keys and values ---
+
+
+@dataclass
+class Layer:
+    """The keys of a file, of a run script, or of what was typed, in the schema's names."""
+
+    preset: str | None = None
+    values: Tree = field(default_factory=dict)
+    read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    foreign: Tree = field(default_factory=dict)  # keys of another recipe's techniques
+    problems: Problems = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def _read(recipe: str, overrides: Sequence[str]) -> tuple[Line, Layer, Layer, Layer]:
+    """Return the command line, and the layers of the file, of the run script, of what was typed."""
     options = dict(word.split("=", 1) for word in overrides if word.startswith(OPTIONS))
-    texts = [word for word in overrides if not word.startswith(OPTIONS)]
-    at = texts.index("--") if "--" in texts else -1
-    parts = [list(_overrides(part, found)) for part in (texts[: max(at, 0)], texts[at + 1 :])]
-    parts.insert(0, _file(found, options))
-    found.words.update({key: value for part in parts[not options :] for key, value in part})
-    (file_preset, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
-    found.warnings.clear()  # a script's own keys are over those that it shares with others
-    typed_preset, typed = _layer(parts[2], found)
-    found.given, found.typed = script | typed, frozenset(typed)
-    found.scripted = frozenset(script)
-    if file_preset and (over_file := typed_preset or script_preset) not in (None, file_preset):
-        found.warnings.append(str(_twice("preset", over_file, file_preset)))
-        file_preset = None
-    script_preset = None if typed_preset else script_preset
-    tree = over(convert.as_tree(schema()), _preset(file_preset, found), nested(file))
-    tree = over(tree, _preset(script_preset, found), nested(script))
-    tree = over(
-        tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed)
-    )
-    _refuse_techniques(found)
-    resolved = _resolved(tree, schema, found.problems)
-    _without_slashes(resolved, found)
-    config = validated(schema, resolved, found.problems, found)
-    found.config = defaults.resolve(defaults.over_ray(config, found.given), recipe)
-    view = rules.View(found.config, found.given, recipe)
-    # The default that stands for a refused value breaks no rule
-    refused = {one.key for one in found.problems if isinstance(one, Problem)}
-    broken = rules.broken("PROBLEMS", view)
-    broken = [one for one in broken if not refused & {one.key, *re.findall(r"[\w.]+\w", one.rule)}]
-    found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))
-    found.warnings = (
-        *found.warnings,
-        *map(str, rules.broken("WARNINGS", view)),
-        *verl_names.older_defaults(found),
-    )
-    reasons = {key: rules.unmet(view, key) for key in (*found.given, *convert.all_keys(schema))}
-    found.unused |= {
-        key: (value, reasons[key]) for key, value in found.given.items() if reasons[key]
-    }
-    found.without_effect = frozenset(key for key, reason in reasons.items() if reason)
-    return found
+    words = [word for word in overrides if not word.startswith(OPTIONS)]
+    typed_from = words.index("--") if "--" in words else -1
+    layers = Layer(), Layer(), Layer()
+    parts = [
+        [_file(recipe, options, layers[0])],
+        [{key: value} for key, value in _overrides(words[: max(typed_from, 0)], layers[1])],
+        [{key: value} for key, value in _overrides(words[typed_from + 1 :], layers[2])],
+    ]
+    schema = recipes.schema_of(recipe)
+    pairs = [[leaf for tree in part for leaf in _leaves(tree, schema)] for part in parts]
+    in_words = pairs if options else pairs[1:]  # a user's file is part of the line
+    line = Line(recipe, {key: value for part in in_words for key, value in part})
+    for layer, part in zip(layers, pairs, strict=True):
+        _fill(layer, part, line)
+    return line, *layers
 
 
-# --- overrides ---
+def _leaves(tree: Mapping[str, Any], schema: type[Config]) -> Iterator[tuple[str, Any]]:
+    """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or plain values."""
+    return convert.leaves(tree, lambda key: convert.known(key, schema))
 
 
-def _overrides(texts: Sequence[str], found: Composed) -> Iterator[tuple[str, Any]]:
+def _overrides(texts: Iterable[str], layer: Layer) -> Iterator[tuple[str, Any]]:
     """Yield key and value of overrides, each read on its own, so that a bad one hides no other."""
     parser = OverridesParser.create()
     for text in texts:
         key, separator, value = text.partition("=")
-        if not separator or not KEY.fullmatch(key):
-            rule = (
-                "is no override; write key=value, with names joined by single dots (DRY_RUN=1 "
-                "only checks)"
-            )
-            found.problems.append(f"{brief(shown_word(text)) or repr(text)}: {rule}")
-            continue
         shown = brief(shown_word(text))
+        if not separator or not KEY.fullmatch(key):
+            rule = "is no override; write key=value, with names joined by single dots"
+            layer.problems.append(f"{shown or repr(text)}: {rule} (DRY_RUN=1 only checks)")
+            continue
         try:
             override = parser.parse_override(text)
-            if override.is_sweep_override():
-                found.problems.append(
-                    f"{shown}: is a sweep, and this is one run; quote it if it is text"
-                )
-            else:
+            if not override.is_sweep_override():
                 yield override.key_or_group, override.value()
+                continue
+            rule = "is a sweep, and this is one run; quote it if it is text"
         except PARSER_ERRORS as error:
-            if (
-                isinstance(error, HydraException)
-                and value
-                and value[0] not in "[{'\""
-                and "$" not in value
-            ):
-                yield key.lstrip("+"), value  # ~/data, a=b: plain text with a character of Hydra's
-            else:
-                fix = f"quote text: {brief(key)}=\"'...'\", and each in a list"
-                # Which quotes what was typed
-                reason = f" ({_reason(error)})" if shown == brief(text) else ""
-                found.problems.append(f"{shown}: cannot be read{reason}; {fix}")
+            plain = value and value[0] not in "[{'\"" and "$" not in value
+            if plain and isinstance(error, HydraException):
+                yield key.lstrip("+"), value  # ~/data, a=b: text with a character of Hydra's
+                continue
+            # The reason quotes what was typed: it is left out of a word that holds a secret
+            reason = f" ({_reason(error)})" if shown == brief(text) else ""
+            fix = f"quote text: {brief(key)}=\"'...'\", and each in a list"
+            rule = f"cannot be read{reason}; {fix}"
+        layer.problems.append(f"{shown}: {rule}")
 
 
 def _reason(error: Exception) -> str:
     return brief(str(error).split("\n")[0])
 
 
-def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | None, Tree]:
-    """Return the preset and flat key -> value of a part of a command line. Of a key given twice the
-    last one counts."""
-    preset, values, seen, schema = None, {}, {}, found.schema
-    for key, value in (leaf for pair in parsed for leaf in _leaves(*pair, schema)):
-        if key in seen and seen[key] != value:
-            found.warnings.append(str(_twice(key, value, seen[key])))
-        seen[key] = value
-        if key == "preset":
-            preset = show(value)
-            continue
-        _set(key, value, values, found)
-    return preset, values
-
-
-def _twice(key: str, value: Any, before: Any) -> Problem:
-    return Problem(
-        key, value, f"is given twice, before as {show(before, key)}", "this last one counts"
-    )
-
-
-def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, Any]]:
-    """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or to plain values
-    where it has none."""
-    if (
-        isinstance(value, Mapping)
-        and value
-        and (key in convert.sections(schema) or not convert.known(key, schema))
-    ):
-        for name, item in value.items():
-            yield from _leaves(f"{key}.{name}" if key else str(name), item, schema)
-    else:
-        yield key, value
-
-
-def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
-    """Set a key, or what a key or value of another version means."""
-    schema = found.schema
-    own = key in convert.all_keys(schema)
-    meant = (verl_names.read_value if own else verl_names.read)(key, value, found)
-    if not convert.known(key, schema) and recipes.owner_of(key):
-        found.foreign[key] = value
-    elif meant and meant.settings:
-        found.read[key] = (value, meant.settings)
-        for name, item in meant.settings.items():
-            if found.words.get(name, item) != item and name != key:
-                rule = (
-                    f"means {name}={show(item, name)}, and "
-                    f"{name}={show(found.words[name], name)} is given too"
-                )
-                found.problems.append(Problem(key, value, rule, "leave one of them out"))
-            _set(name, item, values, found)
-    elif not own and meant and meant.unused:
-        found.unused[key] = (value, meant.unused)
-    elif key in convert.sections(schema):
-        found.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
-    elif not convert.known(key, schema):
-        found.problems.append(verl_names.unknown_key(key, value, found))
-    else:
-        values[key] = value
-
-
-def _refuse_techniques(found: Composed) -> None:
-    """Accept another recipe's techniques where they are off; refuse one that is on, with that
-    recipe's name."""
-    for key, value in found.foreign.items():
-        recipe, switch = recipes.owner_of(key)
-        if not found.foreign.get(switch):
-            found.unused[key] = (value, f"{switch} is off")
-        elif key == switch:
-            rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
-            found.problems.append(
-                Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}")
-            )
-
-
-# --- files ---
-
-
-def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Return the keys of the recipe's file, or of a user's in its place, whose keys are read as
-    typed ones are.
+def _file(recipe: str, options: Mapping[str, str], layer: Layer) -> Tree:
+    """Return the tree of the recipe's file, or of a user's in its place.
 
     The defaults list of a user's file may name verl's own defaults, which are those of the schema.
     """
-    recipe, schema = found.recipe, found.schema
-    own = recipes.folder(recipe)
-    if not (own / f"{recipe}.yaml").exists():
+    folder = recipes.folder(recipe)
+    if not (folder / f"{recipe}.yaml").exists():
         fix = f"choose one of {', '.join(recipes.names())}"
-        found.problems.append(Problem("recipe", recipe, "has no config file", fix))
-        return []
+        layer.problems.append(Problem("recipe", recipe, "has no config file", fix))
+        return {}
     if not options:
-        tree = convert.read_table(own / f"{recipe}.yaml")
-        return list(_leaves("", tree, schema)) if tree else []  # ppo.yaml sets nothing
+        return convert.read_table(folder / f"{recipe}.yaml") or {}  # ppo.yaml sets nothing
     name = options.get("--config-name", recipe).strip("'\"").removesuffix(".yaml")
-    path = Path(str(options.get("--config-path", own)).strip("'\"")).expanduser() / f"{name}.yaml"
+    folder = Path(options.get("--config-path", str(folder)).strip("'\"")).expanduser()
+    word = f"--config-name={folder / name}.yaml"
     try:
-        tree = {**OmegaConf.to_container(OmegaConf.load(path))}
-    except (
-        OSError,
-        TypeError,
-        ValueError,
-        OmegaConfBaseException,
-        convert.yaml.YAMLError,
-    ) as error:
+        tree = {**OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))}
+    except FILE_ERRORS as error:
         fix = "mend that line" if hasattr(error, "problem_mark") else "name a file that is there"
-        found.problems.append(
-            f"--config-name={path}: cannot be read ({convert.yaml_reason(error)}); {fix}"
-        )
-        return []
+        layer.problems.append(f"{word}: cannot be read ({_yaml_reason(error)}); {fix}")
+        return {}
     tree.pop("hydra", None)
-    if others := [
-        one for one in tree.pop("defaults", None) or () if one not in ("ppo_trainer", "_self_")
-    ]:
-        rule = f"its defaults list names {', '.join(map(str, others))}, and a file here is whole"
-        found.problems.append(
-            f"--config-name={path}: {rule}; write those keys into it, or type them"
-        )
-    return list(_leaves("", tree, schema))
+    listed = tree.pop("defaults", None) or ()
+    others = [str(part) for part in listed if part not in ("ppo_trainer", "_self_")]
+    if others:
+        rule = f"its defaults list names {', '.join(others)}, and a file here is whole"
+        layer.problems.append(f"{word}: {rule}; write those keys into it, or type them")
+    return tree
 
 
-def _preset(name: str | None, found: Composed) -> Tree:
+def _yaml_reason(error: Exception) -> str:
+    """Return why a file is no YAML, with the line of the file, counted from 1, if it is known."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).split("\n")[0]
+    problem = getattr(error, "problem", None) or error
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+# --- the schema's names for what was written ---
+
+
+def _fill(layer: Layer, pairs: Iterable[tuple[str, Any]], line: Line) -> None:
+    """Set the keys of a part of the command line. Of a key given twice the last one counts."""
+    last: Tree = {}
+    for key, value in pairs:
+        if key in last and last[key] != value:
+            layer.warnings.append(str(_twice(key, value, last[key])))
+        last[key] = value
+        if key == "preset":
+            layer.preset = show(value)
+        else:
+            _set(key, value, layer, line)
+
+
+def _twice(key: str, value: Any, before: Any) -> Problem:
+    rule = f"is given twice, before as {show(before, key)}"
+    return Problem(key, value, rule, "this last one counts")
+
+
+def _set(key: str, value: Any, layer: Layer, line: Line) -> None:
+    """Set a key, or what a key or value of another version means."""
+    known = convert.known(key, line.schema)
+    in_schema = key in convert.all_keys(line.schema)
+    reading = (verl_names.read_value if in_schema else verl_names.read)(key, value, line)
+    if not known and recipes.owner_of(key):
+        layer.foreign[key] = value
+    elif reading and reading.settings:
+        layer.read[key] = (value, reading.settings)
+        for name, setting in reading.settings.items():
+            typed = line.words.get(name, setting)
+            if typed != setting and name != key and not reading.replaces:
+                given = f"{name}={show(typed, name)} is given too"
+                rule = f"means {name}={show(setting, name)}, and {given}"
+                layer.problems.append(Problem(key, value, rule, "leave one of them out"))
+            _set(name, setting, layer, line)
+    elif reading and reading.unused and not in_schema:
+        layer.unused[key] = (value, reading.unused)
+    elif key in convert.sections(line.schema):
+        layer.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
+    elif not known:
+        layer.problems.append(verl_names.unknown_key(key, value, line))
+    else:
+        layer.values[key] = value
+
+
+def _techniques_that_are_on(foreign: Tree) -> Iterator[Problem]:
+    """Yield a problem with that recipe's name for each technique of another recipe that is on."""
+    for key, value in foreign.items():
+        recipe, switch = recipes.owner_of(key)
+        if key == switch and value:
+            rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
+            yield Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}")
+
+
+def _techniques_that_are_off(foreign: Tree) -> dict[str, tuple[Any, str]]:
+    """Return the keys of another recipe's techniques that are off -> value, reason."""
+    switches = {key: recipes.owner_of(key)[1] for key in foreign}
+    return {
+        key: (value, f"{switches[key]} is off")
+        for key, value in foreign.items()
+        if not foreign.get(switches[key])
+    }
+
+
+# --- presets ---
+
+
+def _presets(file: Layer, script: Layer, typed: Layer) -> tuple[list[str | None], list[str]]:
+    """Return the preset of each layer that counts, and warnings of those that do not."""
+    above = typed.preset or script.preset
+    if file.preset in (None, above) or above is None:
+        warnings = []
+    else:
+        warnings = [str(_twice("preset", above, file.preset))]
+    of_file = None if above else file.preset
+    return [of_file, None if typed.preset else script.preset, typed.preset], warnings
+
+
+def _preset_files(recipe: str) -> dict[str, Path]:
+    return {path.stem: path for path in (recipes.folder(recipe) / "preset").glob("*.yaml")}
+
+
+def _preset(recipe: str, name: str | None) -> Tree:
     """Return the tree of a recipe's preset."""
-    known = {path.stem: path for path in (recipes.folder(found.recipe) / "preset").glob("*.yaml")}
-    if name is not None and name not in known:
-        fix = (
-            f"choose one of {', '.join(sorted(known))}"
-            if known
-            else ("leave it out: this recipe has none")
-        )
-        found.problems.append(Problem("preset", name, "unknown preset", fix))
-    return (name in known and convert.read_table(known[name])) or {}
+    path = _preset_files(recipe).get(name)
+    return (path and convert.read_table(path)) or {}
+
+
+def _preset_problem(recipe: str, name: str | None) -> Problem | None:
+    files = _preset_files(recipe)
+    if name is None or name in files:
+        return None
+    choose = f"choose one of {', '.join(sorted(files))}"
+    fix = choose if files else "leave it out: this recipe has none"
+    return Problem("preset", name, "unknown preset", fix)
 
 
 # --- trees ---
 
 
-def _without_slashes(tree: Tree, found: Composed) -> None:
-    """Write a dash for each slash in the names of run and project, which verl reads as a path."""
+def _write_dashes(tree: Tree) -> list[str]:
+    """Write a dash for each slash in the names of run and project, and return a warning of each.
+
+    verl reads such a name as a path.
+    """
+    warnings = []
     for name in ("experiment_name", "project_name"):
         value = tree.get("trainer", {}).get(name)
         if isinstance(value, str) and "/" in value.strip("/"):
-            tree["trainer"][name] = re.sub("/+", "-", value.strip("/"))
-            rule = "is one step of a path here"
-            fix = f"it is read as {tree['trainer'][name]}"
-            found.warnings.append(str(Problem(f"trainer.{name}", value, rule, fix)))
+            written = re.sub("/+", "-", value.strip("/"))
+            tree["trainer"][name] = written
+            fix = f"it is read as {written}"
+            warnings.append(str(Problem(f"trainer.{name}", value, "is one step of a path", fix)))
+    return warnings
 
 
-def _resolved(tree: Tree, schema: type[Config], problems: list[Any]) -> Tree:
-    """Return the tree with its interpolations resolved; where one cannot be, it is reported and all
-    are left out."""
-    raw = dict(_leaves("", tree, schema))
-    open_keys = {key for key, value in raw.items() if "${" in str(value) or "???" in str(value)}
-    if not open_keys:  # half of the time that composing takes
-        return tree
+def _resolved(tree: Tree, schema: type[Config]) -> tuple[Tree, Problems]:
+    """Return the tree with its interpolations resolved, and problems.
+
+    If one cannot be resolved all are left out.
+    """
+    raw = dict(_leaves(tree, schema))
+    unresolved = [key for key, value in raw.items() if "${" in str(value) or "???" in str(value)]
+    if not unresolved:  # OmegaConf would take half of the time of composing
+        return tree, []
     try:
         resolved = OmegaConf.to_container(
             OmegaConf.create(tree), resolve=True, throw_on_missing=True
         )
     except (OmegaConfBaseException, RecursionError) as error:
         key = (getattr(error, "full_key", None) or "").partition("[")[0]
-        fix = "give it a value, or mend it"
-        problems.append(Problem(key, raw.get(key), f"cannot be read ({_reason(error)})", fix))
-        return nested({key: value for key, value in raw.items() if key not in open_keys})
-    found = dict(_leaves("", resolved, schema))
-    for key in open_keys:
-        if "None" in str(found[key]) and found[key] is not None:
-            problems.append(
-                Problem(key, raw[key], "names a key that is null", "set that key as well")
-            )
-            del found[key]
-    return nested(found)
+        rule = f"cannot be read ({_reason(error)})"
+        problem = Problem(key, raw.get(key), rule, "give it a value, or mend it")
+        return nested({key: raw[key] for key in raw if key not in unresolved}), [problem]
+    values = dict(_leaves(resolved, schema))
+    problems: Problems = []
+    for key in unresolved:
+        if "None" in str(values[key]) and values[key] is not None:
+            rule = "names a key that is null"
+            problems.append(Problem(key, raw[key], rule, "set that key as well"))
+            del values[key]
+    return nested(values), problems
 
 
 def literal(value: Any) -> Any:
@@ -336,25 +405,21 @@ def refuse_code(
     overrides: Sequence[str] = (),
     unread: Sequence[str] = (),
 ) -> None:
-    """Check that ``config``, into which settings of an artefact went, names no code of its own
-    accord.
+    """Check that ``config``, into which settings of an artefact went, names no code by them.
 
     What ``overrides`` name is the user's word. Of keys that begin with one of ``unread`` the
     command loads nothing. Raises InputError: the artefact, the keys, and what to append to the
     command.
     """
     allowed = code_in(examine(recipe, overrides).config)
-    unnamed = {
-        key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))
-    }
-    unnamed = {
-        key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value
-    }
+    unnamed = {}
+    for key, value in code_in(config).items():
+        if not key.startswith(tuple(unread)) and (key not in allowed or allowed[key] != value):
+            unnamed[key] = value
     if unnamed:
-        append = " ".join(shlex.quote(f"{key}={as_typed(value)}") for key, value in unnamed.items())
+        append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in unnamed.items())
         raise InputError(
             f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They "
-            f"may come from "
-            f"anybody, and code is named on the command line alone. If you trust that code, "
-            f"append {append}"
+            f"may come from anybody, and code is named on the command line alone. If you trust "
+            f"that code, append {append}"
         )

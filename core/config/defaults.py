@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from core.config import convert, registry
+from core.config import convert
 from core.config.paths import run_folder
 from core.config.schema import Config
-from core.config.section import mark
+from core.config.section import Problem, mark
+from core.config.training_keys import ACTOR, LearnerConfig
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ROLLOUT = "actor_rollout_ref.rollout"
 # Mean difference of log-probs between engine and learner, in nats a token: what float32 explains,
 # and what bfloat16 does. A small published model in bfloat16 differs by 0.045; a gap of 0.13 cost
 # 2 points of the mean accuracy over a lab run.
@@ -21,20 +22,16 @@ EXACT, ROUNDED = 1e-4, 0.06
 
 
 def has_accelerator() -> bool:
-    """Return whether this machine has the devices of an NVIDIA or AMD driver. It imports no
-    torch."""
+    """Return whether this machine has the devices of an NVIDIA or AMD driver, without torch."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
-def _dynamic(config: Config, part: str) -> bool:
-    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here
-    or there."""
+def _dynamic(config: Config, learner: LearnerConfig) -> bool:
+    """Return the actor's choice; if null, whether no micro-batch size is given here or there."""
     actor = config.actor_rollout_ref.actor
-    given = (
-        convert.get(config, f"{part}.ppo_micro_batch_size_per_gpu")
-        or actor.ppo_micro_batch_size_per_gpu
-    )
-    return given is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+    if actor.use_dynamic_bsz is not None:
+        return actor.use_dynamic_bsz
+    return not (learner.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu)
 
 
 def _precision(config: Config, other: str) -> str:
@@ -43,8 +40,7 @@ def _precision(config: Config, other: str) -> str:
     Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model,
     whatever is the same in them. In one process, where runs are small, both are float32 and agree.
     """
-    alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"
-    return (convert.get(config, other) or "float32") if alone else "bfloat16"
+    return (convert.get(config, other) or "float32") if config.in_one_process else "bfloat16"
 
 
 def logp_diff(config: Config) -> float | None:
@@ -60,39 +56,42 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     actor_dtype, engine_dtype = f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"
     return {
         # It reads what the actor was given
-        "critic.use_dynamic_bsz": lambda c: _dynamic(c, "critic"),
-        f"{ACTOR}.use_dynamic_bsz": lambda c: _dynamic(c, ACTOR),
+        "critic.use_dynamic_bsz": lambda c: _dynamic(c, c.critic),
+        f"{ACTOR}.use_dynamic_bsz": lambda c: _dynamic(c, c.actor_rollout_ref.actor),
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
         f"{ROLLOUT}.agent_loop": lambda c: (
             "tool_agent" if c.actor_rollout_ref.rollout.multi_turn.enable else None
         ),
-        "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
+        "critic.enable": lambda c: c.has_critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",
         "trainer.experiment_name": lambda c: (
             f"{Path(c.actor_rollout_ref.model.path).name or 'model'}-seed{c.trainer.seed}"
         ),
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
-        "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
+        "reward_model.max_length": lambda c: c.longest_sequence,
         "reward_model.judge.cache_dir": lambda c: (
             str(run_folder(c) / "judge") if c.reward_model.judged else None
         ),
     }
 
 
-def over_ray(config: Config, given: Collection[str]) -> Config:
-    """Return the configuration with ``trainer.backend=ray`` where several GPUs are ``given`` and no
-    backend is."""
-    several = [
-        f"trainer.{name}"
-        for name in ("nnodes", "n_gpus_per_node")
-        if getattr(config.trainer, name) > 1
-    ]
-    if "trainer.backend" in given or not any(key in given for key in several):
-        return config
-    return convert.replaced(config, {"trainer.backend": "ray"})
+def over_ray(config: Config, given: Collection[str]) -> tuple[Config, list[Problem]]:
+    """Return the configuration, over Ray if several GPUs are ``given`` and no backend is.
+
+    Several GPUs for a backend of one process are a problem.
+    """
+    keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    several = [key for key in keys if key in given and convert.get(config, key) > 1]
+    if not several or config.trainer.backend == "ray":
+        return config, []
+    if "trainer.backend" not in given:
+        return convert.replaced(config, {"trainer.backend": "ray"}), []
+    rule = "asks for several ranks, and trainer.backend=local is one process"
+    fix = "set trainer.backend=ray, or 1"
+    return config, [Problem(key, convert.get(config, key), rule, fix) for key in several]
 
 
 def resolve(config: Config, recipe: str) -> Config:
@@ -100,13 +99,14 @@ def resolve(config: Config, recipe: str) -> Config:
 
     ``data.seed`` stays null, and follows ``trainer.seed`` for training examples only, so that runs
     of different seeds answer the same validation questions; ``trainer.device`` and ``cpu_threads``
-    do, which are the machine's.
+    stay null too: they belong to the machine.
     """
+    keys = convert.all_keys(type(config))
     for key, value in _implied(recipe).items():
-        if convert.get(config, key) is None:
+        if key in keys and convert.get(config, key) is None:
             config = convert.replaced(config, {key: value(config)})
     sections = {"": type(config), **convert.sections(type(config))}
-    for key in convert.all_keys(type(config)):
+    for key in keys:
         section, _, name = key.rpartition(".")
         followed = mark(sections[section], name, "follows")
         if followed and convert.get(config, key) is None:

@@ -27,9 +27,8 @@ TRAINER = "core.ray_trainer:RayPPOTrainer"  # of recipes that name none
 
 def names() -> list[str]:
     """Return the names of all recipes: folders that hold a configuration of their own name."""
-    return sorted(
-        path.stem for path in RECIPES.glob("*/config/*.yaml") if path.stem == path.parts[-3]
-    )
+    files = RECIPES.glob("*/config/*.yaml")
+    return sorted(path.stem for path in files if path.stem == path.parts[-3])
 
 
 def folder(recipe: str) -> Path:
@@ -37,38 +36,34 @@ def folder(recipe: str) -> Path:
     # A manifest may name one, and no path leads from it to code
     if not re.fullmatch(r"[\w-]+", recipe):
         return RECIPES / "-" / "config"
-    places = (
-        place / recipe / "config"
-        for place in (RECIPES, *(Path(p).absolute() / "recipes" for p in sys.path))
-    )
-    return next(
-        (each for each in places if (each / f"{recipe}.yaml").exists()), RECIPES / recipe / "config"
-    )
+    for place in (RECIPES, *(Path(path).absolute() / "recipes" for path in sys.path)):
+        if (place / recipe / "config" / f"{recipe}.yaml").exists():
+            return place / recipe / "config"
+    return RECIPES / recipe / "config"
 
 
 @functools.cache
 def module_of(recipe: str, name: str = "config_schema") -> ModuleType | None:
-    """Return the module of this name in a recipe's folder, or None where it has none."""
+    """Return the module of this name in a recipe's folder, or None if it has none."""
     exists = (folder(recipe).parent / f"{name}.py").exists()
     return importlib.import_module(f"recipes.{recipe}.{name}") if exists else None
 
 
 def schema_of(recipe: str) -> type[Config]:
-    """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of
-    it."""
-    module = module_of(recipe)
-    return Config if module is None else module.SCHEMA
+    """Return the class of a recipe's configurations: :class:`Config` or the recipe's subclass."""
+    return getattr(module_of(recipe), "SCHEMA", Config)
 
 
 def extended() -> Iterator[tuple[str, ModuleType]]:
     """Yield the recipes that have keys of their own, with the modules that define them."""
-    yield from ((recipe, module) for recipe in names() if (module := module_of(recipe)) is not None)
+    for recipe in names():
+        if (module := module_of(recipe)) is not None:
+            yield recipe, module
 
 
 @functools.cache
 def owner_of(key: str) -> tuple[str, str] | None:
-    """Return the recipe that has a key of its own, and the key that switches its technique on;
-    None: no recipe has."""
+    """Return the recipe that has a key of its own, and the key that switches its technique on."""
     for recipe, module in extended():
         if convert.known(key, module.SCHEMA) and not convert.known(key):
             switch = f"{key.rpartition('.')[0]}.enable"
@@ -77,8 +72,7 @@ def owner_of(key: str) -> tuple[str, str] | None:
 
 
 def maker_of(path: str) -> str | None:
-    """Return the command with which a recipe makes a file or folder of this path; None if no recipe
-    does."""
+    """Return the command with which a recipe makes a file or folder of this path."""
     place = f"/{Path(path).as_posix()}/"
     for file in sorted(RECIPES.glob("*/__init__.py")):
         makes = getattr(importlib.import_module(f"recipes.{file.parent.name}"), "MAKES", {})
@@ -89,11 +83,9 @@ def maker_of(path: str) -> str | None:
 
 
 def trainer_of(recipe: str) -> str:
-    """Return the trainer (``module:class``) of a recipe. Raises InputError where there is no such
-    recipe."""
+    """Return the trainer (``module:class``) of a recipe. Raises InputError: no such recipe."""
     module = module_of(recipe, f"main_{recipe}")
     if module is None:
-        raise InputError(
-            f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}"
-        )
+        choices = ", ".join(names())
+        raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {choices}")
     return getattr(module, "TRAINER", TRAINER)

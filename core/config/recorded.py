@@ -1,6 +1,6 @@
 """Configurations that a run, a checkpoint or a file of answers recorded, and what their keys mean.
 
-What a change of a key means (its role) is said by its field in the schema. Code is named on the
+The role of a key tells what its change means; its field in the schema has it. Code is named on the
 command line, never by a record, which may come from anybody: a command that takes settings from one
 first calls :func:`core.config.composition.refuse_code`.
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.config import convert, recipes, verl_names
+from core.config import convert, recipes
 from core.config.defaults import resolve
 from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
@@ -29,38 +29,35 @@ from core.config.section import (
     show,
     thaw,
 )
-from core.config.verl_names import Composed, unknown_key
+from core.config.verl_names import Line, read_value, unknown_key
 from core.secret_keys import without_hidden
 
 # Keys whose value is code, a file that names some, or an argument that a library imports. Besides,
 # the four keys of OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift
 # the sandbox.
 CODE = re.compile(
-    r"((tool|interaction)_config_path|custom_reward_function\.(path|name)|override_config|engine_kwargs|ray_init"
-    r"|trust_remote_code|allow_unisolated)$"
+    r"((tool|interaction)_config_path|custom_reward_function\.(path|name)|override_config"
+    r"|engine_kwargs|ray_init|trust_remote_code|allow_unisolated)$"
 )
 
 
-def validated(
-    schema: type[Config], tree: Any, problems: list[Any], line: Composed | None = None
-) -> Config:
-    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key
-    keeps the default."""
+def validated(schema: type[Config], tree: Any, line: Line) -> tuple[Config, list[Problem]]:
+    """Return the typed configuration of a tree, and a problem for each key that was refused.
+
+    Such a key keeps its default.
+    """
     config, refused = build(schema, tree)
-    line = line or Composed("", schema)
+    problems = []
     for key, value, rule in refused:
         if rule == UNKNOWN:
             problems.append(unknown_key(key, value, line))
         elif rule == NO_SECTION:
             problems.append(Problem(key, value, rule, "set one of its keys"))
         else:
-            hint = verl_names.read_value(key, value, line)
+            hint = read_value(key, value, line)
             fix = hint.fix if hint else f"the default is {show(convert.get(config, key))}"
             problems.append(Problem(key, value, rule, fix))
-    return config
-
-
-# --- recorded ---
+    return config, problems
 
 
 @functools.cache
@@ -75,16 +72,10 @@ def _defaults() -> dict[str, Any]:
     return {key: value for schema in schemas() for key, value in convert.as_json(schema()).items()}
 
 
-def _leaves(
-    values: Mapping[str, Any], schema: type[Config], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _leaves(values: Mapping[str, Any], schema: type[Config]) -> Iterator[tuple[str, Any]]:
     """Yield flat keys and values (as JSON has them) of a configuration, nested or flat."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and not convert.known(key, schema):
-            yield from _leaves(value, schema, f"{key}.")
-        else:
-            yield key, json.loads(json.dumps(value, default=str))
+    for key, value in convert.leaves(values, lambda key: convert.known(key, schema)):
+        yield key, json.loads(json.dumps(value, default=str))
 
 
 def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
@@ -101,36 +92,36 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     recipe, if it was changed. A key that no recipe has any more counts as nothing. So two versions'
     records of the same settings are equal.
     """
-    problems: list[Problem] = []
-    tree = own_tree(values, schema)
-    complete = convert.as_json(resolve(validated(schema, tree, problems), recipe))
+    config, problems = validated(schema, own_tree(values, schema), Line(recipe))
+    complete = convert.as_json(resolve(config, recipe))
     for key, value in _leaves(values, schema):
-        default = _defaults().get(key, value)
-        if not convert.known(key, schema) and value != default:
+        if not convert.known(key, schema) and value != _defaults().get(key, value):
             complete[key] = value
     return complete | {problem.key: problem.value for problem in problems}
 
 
-def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Return flat key -> the two values, of the keys in which two configurations differ; a missing
-    one is None."""
-    first, second = convert.flat(one), convert.flat(other)
-    return {
-        key: (first.get(key), second.get(key))
-        for key in first | second
-        if first.get(key) != second.get(key)
-    }
+def diff(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Return flat key -> both values, of the keys in which two configurations differ.
+
+    The value of a key that one of them lacks is None.
+    """
+    first, second = convert.flat(config), convert.flat(other)
+    pairs = {key: (first.get(key), second.get(key)) for key in first | second}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def role_of(key: str) -> str:
-    """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no
-    schema has it."""
+    """Return the role of a flat key, or of one inside a user's own mapping.
+
+    It is IDENTITY if no schema has the key.
+    """
     for section in schemas():
         role = None
         for name in key.split("."):
             if name not in section.model_fields:
                 break
-            role, section = mark(section, name, "role") or role, hints(section)[name]
+            role = mark(section, name, "role") or role
+            section = hints(section)[name]
             if not is_section(section):
                 return role or IDENTITY
     return IDENTITY
@@ -138,21 +129,11 @@ def role_of(key: str) -> str:
 
 def code_in(config: Config) -> dict[str, Any]:
     """Return flat key -> value of all that names code in a configuration."""
-    found, defaults = {}, convert.flat(type(config)())
+    code: dict[str, Any] = {}
+    defaults = convert.flat(type(config)())
     for key, value in convert.flat(config).items():
         text = json.dumps(thaw(value), default=str)
-        names = (
-            CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text) or "allow_unisolated" in text
-        )
-        if names and value and value != defaults[key]:
-            found |= dict(_entries(key, value))
-    return found
-
-
-def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values of what stands at a key, of mappings within mappings too."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _entries(f"{key}.{name}", item)
-    else:
-        yield key, value
+        names = CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text)
+        if (names or "allow_unisolated" in text) and value and value != defaults[key]:
+            code |= convert.leaves({key: value})
+    return code

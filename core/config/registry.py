@@ -8,41 +8,37 @@ not read: set for those, they are reported as unused.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name's function and the keys that it reads. The other facts concern entries of one table
-    only."""
+    """A name's function and the keys that it reads. Other facts belong to one table each."""
 
     function: str | None = None  # None: of a logger that the tracker has anyway
     reads: Collection[str] = ()
-    # An advantage estimator (of core.algorithm.advantages.AdvantageInputs)
+    package: str | None = None  # that has to be installed, of an engine or a logger
+    # An advantage estimator, a function of core.algorithm.advantages.AdvantageInputs
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
-    # A policy loss (of core.algorithm.losses.LossInputs)
-    # The only loss_agg_mode that it is defined with, as its published code
-    aggregation: str | None = None
-    # Of new to old probabilities, which under bypass_mode is the importance weight
-    has_ratio: bool = True
-    # Function that selects tokens to be treated apart, among all of a mini-batch
-    selects: str | None = None
+    # A policy loss, a function of core.algorithm.losses.LossInputs
+    aggregation: str | None = None  # the only loss_agg_mode that it is defined with
+    has_ratio: bool = True  # new to old probabilities: under bypass_mode the importance weight
+    selects: str | None = None  # function that selects tokens of a mini-batch to treat apart
     replaces_clipped: bool = False  # clipped tokens give way to the next of its order
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
-    package: str | None = None  # that has to be installed, of an engine or a logger
-    # An engine (of configuration, policy, tokenizer and device)
-    # Function of a configuration: what else the engine lacks at a start
-    problems: str | None = None
-    # A request's seed decides its answer; without that nothing sampled can be drawn again
-    seeded: bool = True
+    # An engine, made of configuration, policy, tokenizer and device
+    problems: str | None = None  # function of a configuration: what the engine lacks at a start
+    seeded: bool = True  # a request's seed decides its answer: it can be drawn again
     reads_media: bool = True  # pictures of prompts
-    login: str | None = None  # of a logger: when the service asks for one
+    # A logger
+    login: str | None = None  # when the service asks for one
 
 
-ADVANTAGES, LOSSES = "core.algorithm.advantages", "core.algorithm.losses"
+ADVANTAGES = "core.algorithm.advantages"
+LOSSES = "core.algorithm.losses"
 ESTIMATORS = {  # algorithm.adv_estimator
     "gae": Entry(f"{ADVANTAGES}:gae", critic=True, reads=("gamma", "lam")),
     "grpo": Entry(f"{ADVANTAGES}:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
@@ -97,8 +93,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
         reads_media=False,
     ),
 }
-# reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's
-# shape_reward
+# reward_model.reward_manager. The length penalty of verl's dapo is DAPO's shape_reward.
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 LOGGERS = {  # trainer.logger
     "console": Entry(),
@@ -111,32 +106,29 @@ LOGGERS = {  # trainer.logger
 TOOL_AGENT = "tool_agent"  # verl's name
 # actor_rollout_ref.rollout.agent_loop
 AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}
+
 # --- types of keys, and other names ---
-# model_type of the models whose pictures are read
-PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of models that read pictures
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL))
-LOSS_AGG_MODES = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+_MEANS = ("token-sum", "token-mean", "token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", *(f"seq-mean-{mean}" for mean in _MEANS))
+
+
+def _entry(table: Mapping[str, Entry], name: str) -> Entry:
+    """Return a name's entry. A user's own function may read any key that entries read."""
+    return table.get(name) or Entry(name, [key for entry in table.values() for key in entry.reads])
 
 
 def estimator(name: str) -> Entry:
-    """Return the estimator's entry. A user's own may read any key, and provides for itself what it
-    needs."""
-    return ESTIMATORS.get(name) or Entry(
-        name, reads=[key for entry in ESTIMATORS.values() for key in entry.reads]
-    )
+    """Return the estimator's entry. A user's own provides for itself what it needs."""
+    return _entry(ESTIMATORS, name)
 
 
 def policy_loss(name: str) -> Entry:
-    """Return the policy loss's entry. A user's own may read any key, and has a ratio."""
-    return POLICY_LOSSES.get(name) or Entry(
-        name, reads=[key for one in POLICY_LOSSES.values() for key in one.reads]
-    )
+    """Return the policy loss's entry. A user's own has a ratio."""
+    return _entry(POLICY_LOSSES, name)
 
 
 def logger(name: str) -> Entry:

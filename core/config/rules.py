@@ -1,128 +1,370 @@
-"""Rules between keys, and whether a key has an effect: what they read, and who calls them.
+"""Rules between keys: those that protect an objective, or a long run.
 
-A rule is a generator over a :class:`View`: it yields key, rule and fix. Those of ``PROBLEMS``
-refuse a run, those of ``WARNINGS`` do not. Core's are in ``rules_training``, a recipe's in
-``config_rules.py``; bounds are a key's type's.
+A rule is a generator over a configuration: it yields key, rule and fix. Those of ``PROBLEMS``
+refuse a run, those of ``WARNINGS`` do not. A recipe's are in its ``config_rules.py``; the bounds of
+a single key belong to the key's type.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
+from collections.abc import Iterator
 
-from core.config import convert, recipes, registry, rules_training
+from core.config import convert, recipes, registry
 from core.config.schema import Config
-from core.config.section import Problem, Section, mark
+from core.config.section import FULL_PRECISION, Problem
+from core.config.training_keys import ACTOR, LAYERS, ULYSSES
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-class View:
-    """What rules read: sections under short names (``c.actor.clip_ratio``), facts, and what of it
-    was ``given``."""
-
-    def __init__(self, config: Config, given: Collection[str] = (), recipe: str = ""):
-        self.config, self.given, self.recipe = config, frozenset(given), recipe
-        self.data, self.algorithm, self.trainer = config.data, config.algorithm, config.trainer
-        self.policy, self.critic = config.actor_rollout_ref, config.critic
-        self.reward, self.custom = config.reward_model, config.custom_reward_function
-        self.actor, self.ref, self.rollout = self.policy.actor, self.policy.ref, self.policy.rollout
-        self.model, self.val = self.policy.model, self.rollout.val_kwargs
-        self.correction = config.algorithm.rollout_correction
-        self.generates, self.needs_engine = config.generates, config.needs_engine
-        self.plays_episodes, self.drops_groups = config.plays_episodes, config.drops_groups
-        self.estimator = registry.estimator(config.algorithm.adv_estimator)
-        self.loss = registry.policy_loss(self.actor.policy_loss.loss_mode)
-        self.engine = registry.ENGINES[self.rollout.name]
-        # The objective holds a KL to it
-        self.needs_ref = config.algorithm.use_kl_in_reward or self.actor.use_kl_loss
-        # Samples of another distribution than the learner's are weighed for it
-        self.corrects = self.correction.weighs or (
-            self.correction.bypass_mode and self.loss.has_ratio
-        )
-        self.cluster, self.ranks = config.trainer.backend == "ray", config.learner_ranks
-        # Ranks that share a sequence, or a layer, get the same sequences
-        self.data_ranks = max(self.ranks // self.actor.together, 1)
-        self.longest = config.data.max_prompt_length + config.data.max_response_length
+Broken = Iterator[tuple[str, str, str]]  # key, rule, fix
+ROLLOUT = "actor_rollout_ref.rollout"
+VAL = f"{ROLLOUT}.val_kwargs"
+CORRECTION = "algorithm.rollout_correction"
+JUDGE = "reward_model.judge"
+VLLM_TEMPERATURES = (0.01, 2.0)  # vllm.SamplingParams raises what is lower, refuses what is higher
 
 
-def broken(which: str, view: View) -> list[Problem]:
-    """Return what the rules of core and of the recipe find: those of ``PROBLEMS``, or of
-    ``WARNINGS``."""
-    modules = filter(None, (rules_training, recipes.module_of(view.recipe, "config_rules")))
-    found = (
-        each for module in modules for rule in getattr(module, which, ()) for each in rule(view)
-    )
-    return [Problem(key, convert.get(view.config, key), text, fix) for key, text, fix in found]
+def broken(which: str, config: Config, recipe: str) -> list[Problem]:
+    """Return what the ``PROBLEMS`` or the ``WARNINGS`` of core and of the recipe report."""
+    recipe_rules = getattr(recipes.module_of(recipe, "config_rules"), which, ())
+    rules = {"PROBLEMS": PROBLEMS, "WARNINGS": WARNINGS}[which]
+    return [
+        Problem(key, convert.get(config, key), text, fix)
+        for rule in (*rules, *recipe_rules)
+        for key, text, fix in rule(config)
+    ]
 
 
-# --- keys without effect ---
-
-FACTS = {  # of a View that conditions of fields name -> what is said where it does not hold
-    "generates": "no step of this recipe samples answers",
-    "needs_engine": "nothing is answered in this run, and there is no engine",
-    "plays_episodes": "the trainer of this recipe does not search",
-}
-
-
-def unmet(view: View, key: str) -> str:
-    """Return why a key, or a section around it, has no effect; nothing where it has.
-
-    A condition of a field (``used_if``) is joined of keys by ``&`` and, within, ``|``: ``key`` (it
-    is set), ``key=value``, ``key!=value``, ``.key`` in the field's own section, or a name of
-    :data:`FACTS`.
-    """
-    own, section = view.config, ""
-    for name in key.split("."):
-        if name not in type(own).model_fields:
-            return ""
-        for condition in filter(None, (mark(type(own), name, "used_if") or "").split(" & ")):
-            choices = [
-                f"{section}{one}" if one[0] == "." else one for one in condition.split(" | ")
-            ]
-            if not any(_holds(view, one) for one in choices):
-                return FACTS.get(condition) or f"needs {' or '.join(choices)}"
-        own, section = getattr(own, name), f"{section}.{name}".lstrip(".")
-        if not isinstance(own, Section):
-            break
-    return _unread(view, key)
+def schedules_have_an_end(config: Config) -> Broken:
+    if config.trainer.total_training_steps is not None or not config.drops_groups:
+        return
+    rule = "needs the number of training steps, which filtering leaves open"
+    learners = {ACTOR: config.actor_rollout_ref.actor}
+    if config.has_critic:
+        learners["critic"] = config.critic
+    for section, learner in learners.items():
+        optim = learner.optim
+        if optim.lr_scheduler_type == "cosine":
+            yield f"{section}.optim.lr_scheduler_type", rule, "set trainer.total_training_steps"
+        if optim.lr_warmup_steps < 0 < optim.lr_warmup_steps_ratio:
+            fix = "give lr_warmup_steps or total_training_steps"
+            yield f"{section}.optim.lr_warmup_steps_ratio", rule, fix
 
 
-def _holds(view: View, condition: str) -> bool:
-    if condition in FACTS:
-        return getattr(view, condition)
-    key, operator, value = re.fullmatch(r"([\w.]+)(!?=)?(.*)", condition).groups()
-    found = convert.get(view.config, key)
-    return bool(found) if not operator else (str(found) == value) == (operator == "=")
+def the_critic(config: Config) -> Broken:
+    if config.critic.enable != config.has_critic:
+        estimator = config.algorithm.adv_estimator
+        rule = f"algorithm.adv_estimator={estimator} decides: a critic is there with gae alone"
+        yield "critic.enable", rule, "leave it out"
 
 
-def _unread(view: View, key: str) -> str:
-    """Return why the chosen estimator, loss or engine does not read a key; nothing where it
-    does."""
-    for section, choice, table, entry in (
-        ("algorithm", "algorithm.adv_estimator", registry.ESTIMATORS, view.estimator),
-        (ACTOR, f"{ACTOR}.policy_loss.loss_mode", registry.POLICY_LOSSES, view.loss),
-        (ROLLOUT, f"{ROLLOUT}.name", registry.ENGINES, view.engine),
-    ):
-        name = key.removeprefix(f"{section}.")
-        readers = [other for other, one in table.items() if name in one.reads]
-        if readers and name not in entry.reads:
-            return (
-                f"{choice}={convert.get(view.config, choice)} does not read it, only "
-                f"{', '.join(readers)}"
+# --- sizes that have to divide or hold each other ---
+
+
+def batches_are_whole(config: Config) -> Broken:
+    prompts = config.data.train_batch_size
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts % mini:
+        rule = f"must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}"
+        fix = f"set {ACTOR}.ppo_mini_batch_size={prompts}, say, for one update a batch"
+        yield "data.train_batch_size", rule, fix
+    critic_mini = config.critic.ppo_mini_batch_size
+    if config.has_critic and critic_mini != mini and prompts % critic_mini:
+        rule = f"must be a multiple of critic.ppo_mini_batch_size={critic_mini}"
+        fix = "change one of them; left out, the critic's follows the actor's"
+        yield "data.train_batch_size", rule, fix
+    n = config.actor_rollout_ref.rollout.n
+    sizes = {"data.train_batch_size": prompts, f"{ACTOR}.ppo_mini_batch_size": mini}
+    for key, size in sizes.items():
+        if size * n % config.data_ranks:
+            rule = (
+                f"times {ROLLOUT}.n={n} must be a multiple of the {config.data_ranks} ranks that "
+                f"share it (trainer.nnodes * trainer.n_gpus_per_node / {ULYSSES} / {LAYERS})"
             )
-    mode, own = (
-        view.actor.policy_loss.loss_mode,
-        key.partition(f"{ROLLOUT}.engine_kwargs.")[2].partition(".")[0],
+            yield key, rule, "change one of them"
+            return
+
+
+def parts_divide_ranks(config: Config) -> Broken:
+    """Check the ranks of a sequence, a layer and a copy, of each learner that runs over Ray."""
+    if config.trainer.backend != "ray":
+        return
+    models = config.actor_rollout_ref
+    ranks = config.learner_ranks
+    learners = [(ACTOR, ACTOR, models.actor, models.actor.fsdp_config, models.model)]
+    if config.has_critic:
+        critic = config.critic
+        learners.append(("critic", "critic.model", critic, critic.model.fsdp_config, critic.model))
+    # A reference that follows the actor is not named twice
+    if config.needs_ref and models.ref.together != models.actor.together:
+        ref = "actor_rollout_ref.ref"
+        learners.append((ref, ref, models.ref, models.ref.fsdp_config, models.model))
+    for section, fsdp_section, learner, fsdp, model in learners:
+        ulysses, layers = getattr(learner, ULYSSES), getattr(learner, LAYERS)
+        if ranks % learner.together:
+            rule = f"{ULYSSES}={ulysses} times {LAYERS}={layers} must divide the {ranks} ranks"
+            yield f"{section}.{ULYSSES if layers == 1 else LAYERS}", rule, "change one of them"
+        size = fsdp.fsdp_size
+        if 0 < size < ranks and (ranks % size or size % layers):
+            rule = f"must divide the {ranks} ranks, and be a multiple of {LAYERS}={layers}"
+            yield f"{fsdp_section}.fsdp_config.fsdp_size", rule, "set -1 for all ranks"
+        if layers > 1 and model.lora_rank:
+            rule = f"does not split adapters, and its model has lora_rank={model.lora_rank}"
+            yield f"{section}.{LAYERS}", rule, "set it to 1, or lora_rank=0"
+
+
+def passes_hold_a_sequence(config: Config) -> Broken:
+    """Check the size of passes: a number of trajectories, or of tokens."""
+    learners = {ACTOR: config.actor_rollout_ref.actor}
+    if config.has_critic:
+        learners["critic"] = config.critic
+    longest = config.longest_sequence
+    for section, learner in learners.items():
+        if not learner.use_dynamic_bsz and learner.ppo_micro_batch_size_per_gpu is None:
+            fix = (
+                "give a number of trajectories a pass, or leave use_dynamic_bsz out: passes are "
+                "then packed by tokens"
+            )
+            rule = f"is needed with {section}.use_dynamic_bsz=False"
+            yield f"{section}.ppo_micro_batch_size_per_gpu", rule, fix
+            return  # the critic follows the actor
+        tokens = learner.ppo_max_token_len_per_gpu * getattr(learner, ULYSSES)
+        if learner.use_dynamic_bsz and tokens < longest:
+            rule = (
+                f"(times {ULYSSES}) must hold max_prompt_length + max_response_length = {longest} "
+                f"tokens"
+            )
+            fix = f"raise it to {longest}, or shorten the sequences"
+            yield f"{section}.ppo_max_token_len_per_gpu", rule, fix
+
+
+def episodes_fit(config: Config) -> Broken:
+    limit = config.data.max_prompt_length
+    if config.data.max_start_length is not None and config.data.max_start_length > limit:
+        rule = f"must be at most data.max_prompt_length={limit}, which holds prompt and episode"
+        yield "data.max_start_length", rule, "lower it, or leave it out"
+
+
+# --- the objective ---
+
+
+def answers_are_compared(config: Config) -> Broken:
+    if config.actor_rollout_ref.rollout.n > 1 or not config.algorithm.estimator.groups:
+        return
+    others = sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups)
+    rule = (
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares at least 2 answers to "
+        f"a prompt"
     )
-    special = {
-        f"{ROLLOUT}.engine_kwargs.": own not in ("", view.rollout.name)
-        and f"the engine is {view.rollout.name}",
-        f"{ACTOR}.clip_ratio": view.given >= {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"}
-        and "clip_ratio_low and clip_ratio_high are both given",
-        f"{ACTOR}.loss_agg_mode": view.loss.aggregation
-        and f"{mode} is defined with {view.loss.aggregation}",
-        "algorithm.rollout_correction.bypass_mode": not view.loss.has_ratio
-        and f"{mode} has no ratio",
+    yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=5, say, or use {' or '.join(others)}"
+
+
+def bypassing_reads_no_old_log_probs(config: Config) -> Broken:
+    """Check that nothing reads the log-probs that bypass_mode skips."""
+    correction = config.algorithm.rollout_correction
+    readers = {
+        "rollout_rs": correction.rollout_rs is not None,
+        "rollout_token_veto_threshold": correction.rollout_token_veto_threshold is not None,
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
     }
-    return special.get(f"{ROLLOUT}.engine_kwargs." if own else key) or ""
+    for reader, reads in readers.items():
+        if reads and correction.bypass_mode:
+            rule = f"skips the learner's log-probs before the update, which {reader} reads"
+            yield f"{CORRECTION}.bypass_mode", rule, f"set {CORRECTION}.bypass_mode=False"
+
+
+def stale_samples_are_weighed(config: Config) -> Broken:
+    staleness = config.trainer.max_staleness
+    if staleness > 0 and not config.corrects:
+        rule = "trains on samples of an older policy, and no rollout correction weighs for it"
+        fix = f"set {CORRECTION}.rollout_is=token, or bypass_mode=True there"
+        yield "trainer.max_staleness", rule, fix
+    if staleness > 1:
+        rule = (
+            "is at most 1: the next step's samples are drawn while this one updates, and no earlier"
+        )
+        fix = "set 1, or 0 for samples of the policy that they train"
+        yield "trainer.max_staleness", rule, fix
+
+
+def training_samples_the_policy(config: Config) -> Broken:
+    rollout = config.actor_rollout_ref.rollout
+    for name, off in (("top_p", 1), ("top_k", -1)):
+        if getattr(rollout, name) == off:
+            continue
+        fix = f"set {off} (val_kwargs.{name} is free)"
+        if not config.corrects:
+            rule = (
+                "samples from another distribution than the one that trains, and no rollout "
+                "correction weighs for it"
+            )
+            weighed = (
+                f"{CORRECTION}.rollout_is=token weighs for it, at the cost of a biased mean weight"
+            )
+            yield f"{ROLLOUT}.{name}", rule, f"{fix}; {weighed}"
+        elif config.algorithm.rollout_correction.bypass_mode:
+            rule = (
+                "and bypass_mode compare log-probs over the tokens that were kept with those over "
+                "all: no ratio is 1"
+            )
+            yield f"{ROLLOUT}.{name}", rule, f"{fix}, or {CORRECTION}.bypass_mode=False"
+    rule = "training needs answers that differ"
+    greedy = "greedy validation is val_kwargs.do_sample=False"
+    if rollout.temperature == 0 and rollout.do_sample:
+        yield f"{ROLLOUT}.temperature", rule, f"set 1.0; {greedy}"
+    if not rollout.do_sample and not config.trainer.val_only:
+        yield f"{ROLLOUT}.do_sample", rule, f"leave it out; {greedy}"
+
+
+# --- validation and resuming ---
+
+
+def validation_can_answer(config: Config) -> Broken:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.do_sample and val.temperature == 0:
+        fix = "set a temperature, or do_sample=False"
+        yield f"{VAL}.temperature", f"contradicts {VAL}.do_sample=True", fix
+    if config.trainer.val_only and not config.data.val_files:
+        rule = "validates by answering questions, and data.val_files names none"
+        yield "trainer.val_only", rule, "give parquet files of questions, or leave it out"
+
+
+def a_checkpoint_is_named(config: Config) -> Broken:
+    if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
+        rule = "is needed with trainer.resume_mode=resume_path"
+        yield "trainer.resume_from_path", rule, "name a checkpoint: <run>/global_step_N"
+
+
+# --- where it runs, and who plays episodes ---
+
+
+def vllm_draws_at_the_temperature(config: Config) -> Broken:
+    low, high = VLLM_TEMPERATURES
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or not config.needs_engine:
+        return
+    for section, sampling in ((ROLLOUT, rollout), (VAL, rollout.val_kwargs)):
+        temperature = sampling.temperature
+        if sampling.do_sample and temperature and not low <= temperature <= high:
+            rule = (
+                f"vLLM samples at {low:g} to {high:g}: it raises what is lower, and refuses what "
+                f"is higher"
+            )
+            yield f"{section}.temperature", rule, f"set one of these, or {ROLLOUT}.name=hf"
+
+
+def places_fit(config: Config) -> Broken:
+    models, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    if config.trainer.backend == "local" and not models.hybrid_engine:
+        rule = "needs a cluster: trainer.backend=local runs learner and engine in one process"
+        fix = (
+            "set trainer.backend=ray, or leave it out; trainer.max_staleness=1 trains one step off"
+        )
+        yield "actor_rollout_ref.hybrid_engine", rule, fix
+    serves = LAYERS in registry.ENGINES[rollout.name].reads and config.needs_engine
+    gpus = (config.trainer if models.hybrid_engine else rollout).n_gpus_per_node
+    if serves and config.trainer.backend == "ray" and gpus % rollout.tensor_model_parallel_size:
+        rule = f"must divide the {gpus} GPUs of a node that engines compute on"
+        fix = "change one of them; a model that fits one GPU needs 1"
+        yield f"{ROLLOUT}.{LAYERS}", rule, fix
+
+
+def who_plays_episodes(config: Config) -> Broken:
+    options = config.actor_rollout_ref.rollout.multi_turn
+    loop = config.actor_rollout_ref.rollout.agent_loop
+    if config.plays_episodes and loop is None:
+        rule = "the trainer of this recipe plays episodes"
+        fix = "leave it out, or name a loop: tool_agent, path/file.py:Class"
+        yield f"{ROLLOUT}.agent_loop", rule, fix
+    if options.enable and loop != registry.TOOL_AGENT:
+        rule = "and multi_turn.enable=True both name who plays episodes"
+        yield f"{ROLLOUT}.agent_loop", rule, "leave one out"
+    named = options.tool_config_path or options.interaction_config_path
+    if loop == registry.TOOL_AGENT and not named:
+        rule = "or interaction_config_path is needed by the tool agent"
+        fix = "name a YAML file with tools (core/rollout/tools.py)"
+        yield f"{ROLLOUT}.multi_turn.tool_config_path", rule, fix
+
+
+# --- who grades ---
+
+
+def scorers_are_there(config: Config) -> Broken:
+    reward = config.reward_model
+    if reward.reward_manager == "batch" and not config.custom_reward_function.path:
+        rule = "calls a function of yours with lists, and there is none"
+        yield "reward_model.reward_manager", rule, "set custom_reward_function.path, or use prime"
+    if reward.weight and not reward.enable:
+        fix = (
+            "set reward_model.enable=True and reward_model.model.path (or reward_model.judge.url), "
+            "or leave it out"
+        )
+        yield "reward_model.weight", "there is no model whose number could be added", fix
+    policy = config.actor_rollout_ref.model
+    readable = (None, "policy", policy.path, policy.tokenizer_path)
+    if reward.enable and reward.model.input_tokenizer not in readable:
+        rule = (
+            "is the tokenizer of what the policy wrote; the reward model's own comes with "
+            "reward_model.model.path"
+        )
+        fix = "leave it out, or null where both read the same token ids"
+        yield "reward_model.model.input_tokenizer", rule, fix
+
+
+def the_judge_is_reached(config: Config) -> Broken:
+    reward = config.reward_model
+    if reward.judge.url is not None and not reward.enable:
+        fix = "set reward_model.enable=True, or leave the URL out"
+        yield f"{JUDGE}.url", "would judge nothing with reward_model.enable=False", fix
+    if reward.judge.url is not None and not reward.judge.model:
+        fix = "name the model as the server lists it (GET /models)"
+        yield f"{JUDGE}.model", f"is needed with {JUDGE}.url", fix
+    if reward.judged and reward.on_error == "zero":
+        fix = (
+            "set reward_model.on_error=mask, which takes it out of its group and the loss, or raise"
+        )
+        yield "reward_model.on_error", "would score an answer 0 because a server was away", fix
+
+
+# --- what can run, and is probably not meant ---
+
+
+def the_kl_is_penalised_twice(config: Config) -> Broken:
+    if config.actor_rollout_ref.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        rule = "the KL to the reference is penalised twice, in the loss and in the reward"
+        yield f"{ACTOR}.use_kl_loss", rule, "switch one off, unless that is meant"
+
+
+def greedy_answers_are_alike(config: Config) -> Broken:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.n > 1 and not val.do_sample:
+        rule = "greedy answers to a question are all the same"
+        fix = f"with {VAL}.do_sample=True they are sampled, as verl's asynchronous rollout does"
+        yield f"{VAL}.n", rule, fix
+
+
+def what_engines_change(config: Config) -> Broken:
+    if not config.needs_engine:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if not registry.ENGINES[rollout.name].seeded:
+        rule = (
+            "no answer depends on a seed, so that this run, repeated or resumed, samples others "
+            "and is another run"
+        )
+        yield f"{ROLLOUT}.name", rule, "hf and vllm draw from seeds"
+    learner = config.actor_rollout_ref.actor.fsdp_config.dtype
+    if (rollout.dtype in FULL_PRECISION) != (learner in FULL_PRECISION):
+        rule = (
+            f"the engine's precision is not the learner's (fsdp_config.dtype={learner}): log-probs "
+            f"differ"
+        )
+        yield f"{ROLLOUT}.dtype", rule, "set both"
+
+
+PROBLEMS = (
+    *(schedules_have_an_end, the_critic, batches_are_whole, parts_divide_ranks),
+    *(passes_hold_a_sequence, episodes_fit, answers_are_compared),
+    *(bypassing_reads_no_old_log_probs, stale_samples_are_weighed, training_samples_the_policy),
+    *(validation_can_answer, a_checkpoint_is_named, vllm_draws_at_the_temperature, places_fit),
+    *(who_plays_episodes, scorers_are_there, the_judge_is_reached),
+)
+WARNINGS = (the_kl_is_penalised_twice, greedy_answers_are_alike, what_engines_change)

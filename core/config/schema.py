@@ -7,7 +7,7 @@ only where a description gives its meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them
 a prompt). Batch sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are
-memory settings: they cannot change the result. Rules between keys are in ``rules_training.py``.
+memory settings: they cannot change the result. Rules between keys are in ``rules.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from core.config import registry
 from core.config.section import (
+    EMPTY,
     FULL_PRECISION,
+    Condition,
     Count,
     DType,
-    FrozenDict,
     Name,
     NonNegative,
     OffOrCount,
@@ -29,15 +30,18 @@ from core.config.section import (
     PositiveShare,
     SaveFrequency,
     Section,
+    Several,
     Size,
+    beside,
     bookkeeping,
     execution,
     files,
+    freeze,
     key,
     names,
 )
 from core.config.training_keys import (
-    ACTOR,
+    ANSWERS,
     EPISODES,
     OVER_RAY,
     ActorConfig,
@@ -49,17 +53,40 @@ from core.config.training_keys import (
 )
 
 FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
-OWN_POOL = "actor_rollout_ref.hybrid_engine=False"
-IN_PROCESS = "actor_rollout_ref.rollout.name=hf & trainer.backend=local"
-CRITIC = "critic.enable"
-GRADERS = ".reward_manager!=naive"
-CLASSIFIER = "reward_model.enable & reward_model.judge.url=None"
-REFERENCE = f"algorithm.use_kl_in_reward | {ACTOR}.use_kl_loss"
 AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
 EngineName = Literal[*registry.ENGINES]
-Logger = Annotated[str, names(*registry.LOGGERS)]
+Loggers = Annotated[tuple[Annotated[str, names(*registry.LOGGERS)], ...], Several]
+Steps = Annotated[tuple[Count, ...], Several]
 ResumeMode = Literal["auto", "disable", "resume_path"]
 RewardManager = Literal[*registry.REWARD_MANAGERS]
+
+# When keys have an effect
+OWN_POOL = Condition(
+    lambda c, own: not c.actor_rollout_ref.hybrid_engine,
+    "needs actor_rollout_ref.hybrid_engine=False",
+)
+SHARED_POOL = Condition(
+    lambda c, own: c.actor_rollout_ref.hybrid_engine, "needs actor_rollout_ref.hybrid_engine"
+)
+IN_PROCESS = Condition(
+    lambda c, own: c.in_one_process,
+    "needs actor_rollout_ref.rollout.name=hf and trainer.backend=local",
+)
+REFERENCE = Condition(
+    lambda c, own: c.needs_ref,
+    "needs algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
+)
+CRITIC = Condition(lambda c, own: c.has_critic, "needs critic.enable")
+QUESTIONS = Condition(lambda c, own: bool(c.data.val_files), "needs data.val_files")
+GRADERS = Condition(
+    lambda c, own: own.reward_manager != "naive", "needs another reward_model.reward_manager"
+)
+CLASSIFIER = Condition(
+    lambda c, own: c.reward_model.loads_model, "needs reward_model.enable, and no judge.url"
+)
+JUDGE = Condition(
+    lambda c, own: c.reward_model.judged, "needs reward_model.enable and reward_model.judge.url"
+)
 
 
 class MultiTurnConfig(Section):
@@ -67,23 +94,15 @@ class MultiTurnConfig(Section):
 
     enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
     max_assistant_turns: Count | None = key(
-        None, "turns of the policy; null: until the response is full"
+        None, "policy's turns; null: until the response is full"
     )
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
-    tool_config_path: str | None = files(
-        None, "YAML file with the tools, see core/rollout/tools.py"
-    )
-    interaction_config_path: str | None = files(
-        None, "YAML file with simulated users (core/rollout)"
-    )
-    tool_timeout_s: Positive = execution(
-        30.0, "seconds a tool call or a user's turn may take; a tool may have its own"
-    )
+    tool_config_path: str | None = files(None, "YAML file with tools, see core/rollout/tools.py")
+    interaction_config_path: str | None = files(None, "YAML file with simulated users")
+    tool_timeout_s: Positive = execution(30.0, "seconds of a tool call or a user's turn")
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
-        "middle", "the part that is kept"
-    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "kept part")
     format: Literal["hermes"] = key("hermes", "how a tool call is written")
     deterministic_tools: bool = execution(
         False, "decoding waits for tools, to repeat to the bit", IN_PROCESS
@@ -95,41 +114,31 @@ class ValKwargs(Section):
 
     n: Count = key(1, "answers a question")
     do_sample: bool = key(False, "sample validation answers; False: greedy")
-    temperature: NonNegative = key(0.0, "sampling temperature for validation", ".do_sample")
-    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", ".do_sample")
-    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", ".do_sample")
+    temperature: NonNegative = key(0.0, "validation's sampling temperature", beside("do_sample"))
+    top_p: PositiveShare = key(1.0, "validation's top-p; 1 disables", beside("do_sample"))
+    top_k: OffOrCount = key(-1, "validation's top-k; -1 disables", beside("do_sample"))
 
 
 class RolloutConfig(Section):
-    name: EngineName | None = execution(
-        None, "engine that generates; null: vllm where it and a GPU are there, else hf"
-    )
+    name: EngineName | None = execution(None, "engine; null: vllm where it and a GPU are, else hf")
     nnodes: Count = execution(1, "nodes of engines' own pool", OWN_POOL)
     n_gpus_per_node: Count | None = execution(
         None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node"
     )
     n: Count = key(1, "trajectories a prompt")
-    do_sample: bool = key(True, "sample answers; training needs it", "generates")
+    do_sample: bool = key(True, "sample answers; training needs it")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
-    top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables", "generates")
-    top_k: OffOrCount = key(-1, "top-k for training; -1 disables", "generates")
-    ignore_eos: bool = key(
-        False, "go on to max_response_length beyond an answer's end, to measure speed", "generates"
-    )
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables")
+    top_k: OffOrCount = key(-1, "top-k for training; -1 disables")
+    ignore_eos: bool = key(False, "go on to max_response_length at an answer's end: to measure")
     val_kwargs: ValKwargs = key(ValKwargs())
     dtype: DType | None = key(
         None, "number format; null: float32 or the learner's in one process, else bfloat16"
     )
-    tensor_model_parallel_size: Count = execution(
-        2, "GPUs that share each layer of one engine", OVER_RAY
-    )
-    gpu_memory_utilization: PositiveShare = execution(
-        0.5, "share of a GPU's memory for weights and KV cache"
-    )
+    tensor_model_parallel_size: Count = execution(2, "GPUs that share an engine's layers", OVER_RAY)
+    gpu_memory_utilization: PositiveShare = execution(0.5, "GPU memory for weights and KV cache")
     enforce_eager: bool = execution(False, "run without CUDA graphs")
-    free_cache_engine: bool = execution(
-        True, "give memory back for updates", "actor_rollout_ref.hybrid_engine"
-    )
+    free_cache_engine: bool = execution(True, "give memory back for updates", SHARED_POOL)
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
     update_weights_bucket_megabytes: Count = execution(
@@ -137,9 +146,7 @@ class RolloutConfig(Section):
     )
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
-    engine_kwargs: Open = execution(
-        FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*"
-    )
+    engine_kwargs: Open = execution(EMPTY, "an engine's arguments: engine_kwargs.vllm.*, .hf.*")
     agent_loop: AgentLoop | None = key(
         None, "plays episodes; null: tool agent with multi_turn.enable, else one turn"
     )
@@ -147,13 +154,11 @@ class RolloutConfig(Section):
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = execution(
-        True, "learner and engine alternate on the same GPUs; False: own", "needs_engine"
-    )
+    hybrid_engine: bool = execution(True, "learner and engine share GPUs; False: own", ANSWERS)
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = key(RefConfig(), used_if=REFERENCE)
-    rollout: RolloutConfig = key(RolloutConfig(), used_if="needs_engine")
+    rollout: RolloutConfig = key(RolloutConfig(), used_if=ANSWERS)
 
 
 # --- who grades ---
@@ -166,9 +171,7 @@ class JudgeConfig(Section):
         None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores"
     )
     model: str | None = key(None, "name of the model there")
-    api_key_env: str = bookkeeping(
-        "OPENAI_API_KEY", "environment variable of the server's key, if it needs one"
-    )
+    api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key")
     template: str | None = files(
         None, "file of what it reads, with {question}, {response}, {reference}; null: ours"
     )
@@ -186,9 +189,7 @@ class RewardModelModelConfig(Section):
     path: str = key(
         "~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label"
     )
-    input_tokenizer: str | None = key(
-        "policy", "the policy's; null: the model reads the policy's token ids"
-    )
+    input_tokenizer: str | None = key("policy", "the policy's; null: it reads the policy's ids")
     trust_remote_code: bool = execution(False, "run Python code that comes with the model")
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
 
@@ -197,58 +198,38 @@ class SandboxConfig(Section):
     """Where programs that are answers run, if not on a Sandbox Fusion server."""
 
     allow_unisolated: bool = execution(False, "run programs also where nothing isolates them")
-    timeout_s: Positive = execution(
-        10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s"
-    )
+    timeout_s: Positive = execution(10.0, "seconds for a test of a program")
     memory_limit_mb: Count = key(1024, "MiB that a program may map")
 
 
 class SandboxFusionConfig(Section):
-    url: str | None = execution(
-        None, "a server's address, with /run_code; null: a sandbox on this machine"
-    )
-    max_concurrent: Count = execution(64, "requests at a time", ".url")
+    url: str | None = execution(None, "server, with /run_code; null: a sandbox on this machine")
+    max_concurrent: Count = execution(64, "requests at a time", beside("url"))
 
 
 class CustomRewardFunctionConfig(Section):
-    path: str | None = files(
-        None, "file or module of your own scorer; null: the table of reward_scores"
-    )
-    name: str = key("compute_score", "the function in that file", ".path")
-    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", ".path")
+    path: str | None = files(None, "file or module of your scorer; null: those of reward_scores")
+    name: str = key("compute_score", "the function in that file", beside("path"))
+    reward_kwargs: Open = key(EMPTY, "arguments of that function", beside("path"))
 
 
 class RewardModelConfig(Section):
     reward_manager: RewardManager = key(
         "naive", "this process (naive), graders (prime, dapo), or with lists (batch)"
     )
-    num_workers: Count | None = execution(
-        None, "grading processes; null: one a core, at most 4", GRADERS
-    )
+    num_workers: Count | None = execution(None, "graders; null: one a core, at most 4", GRADERS)
     timeout_s: Positive = execution(10.0, "seconds for an answer with its tests", GRADERS)
-    memory_limit_mb: Count | None = execution(
-        1024, "MiB that a grader may map; null: no limit", GRADERS
-    )
-    num_examine: Size = bookkeeping(
-        0, "answers of each data source that a training step prints", "generates"
-    )
-    val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
-    reward_kwargs: Open = key(
-        FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}"
-    )
-    on_error: Literal["zero", "mask", "raise"] = key(
-        "zero", "what becomes of an answer whose scorer failed"
-    )
+    memory_limit_mb: Count | None = execution(1024, "MiB of a grader; null: no limit", GRADERS)
+    num_examine: Size = bookkeeping(0, "answers of a data source that a training step prints")
+    val_num_examine: Size = bookkeeping(1, "answers of a data source that a validation prints")
+    reward_kwargs: Open = key(EMPTY, "scorer -> its options, as in {gsm8k: {method: flexible}}")
+    on_error: Literal["zero", "mask", "raise"] = key("zero", "what an answer gets on an error")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
-    weight: float = key(
-        0.0, "what the model's number counts beside a rule's score, in the other examples"
-    )
+    weight: float = key(0.0, "of the model's number beside a rule's score, in other examples")
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
-    judge: JudgeConfig = key(
-        JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None"
-    )
+    judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGE)
     max_length: Count | None = key(
         None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER
     )
@@ -258,12 +239,12 @@ class RewardModelConfig(Section):
 
     @property
     def judged(self) -> bool:
-        """Whether the model is a judge behind a URL."""
+        """Return whether the model is a judge behind a URL."""
         return self.enable and self.judge.url is not None
 
     @property
     def loads_model(self) -> bool:
-        """Whether the model is a classifier, which this run loads."""
+        """Return whether the model is a classifier, which this run loads."""
         return self.enable and self.judge.url is None
 
 
@@ -275,113 +256,86 @@ class HealthBound(Section):
 
 
 class HealthConfig(Section):
-    """What a step's metrics may be. A run warns beyond a bound; nonfinite ends it, with a
-    checkpoint."""
+    """Bounds of a step's metrics. A run warns beyond a bound; nonfinite saves and ends it."""
 
     nonfinite: HealthBound = key(HealthBound(bound=3), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
-    reward_drop: HealthBound = key(
-        HealthBound(), "drop of the mean score below its best", "generates"
-    )
-    reward_window: Count = key(
-        10, "steps over which reward_drop and scorer_errors average", "generates"
-    )
+    reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best")
+    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average")
     # null: 1e-4 in float32, else 0.06, and off where it is corrected
-    logp_diff: HealthBound = key(
-        HealthBound(), "mean |engine - learner|; null: by number format", "generates"
-    )
-    entropy_gap: HealthBound = key(
-        HealthBound(bound=6), "standard errors of entropy + log p of samples", "generates"
-    )
-    zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
-    scorer_errors: HealthBound = key(
-        HealthBound(bound=0.1), "share of answers without a score", "generates"
-    )
+    logp_diff: HealthBound = key(HealthBound(), "mean |engine - learner|; null: by number format")
+    entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors of entropy + log p")
+    zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores")
+    scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score")
 
 
 class TraceConfig(Section):
     """What is recorded of every token of some steps, for ``python -m results.trace``."""
 
-    freq: OffOrCount = key(
-        -1, "steps between records, first and last step included; -1: only trainer.trace.steps"
-    )
-    steps: tuple[Count, ...] | None = key(None, "record these steps as well")
+    freq: OffOrCount = key(-1, "steps between records, first and last included; -1: only steps")
+    steps: Steps | None = key(None, "record these steps as well")
     groups: Count = key(
-        2, "groups of a recorded step, beside that of the lowest mean score", ".freq!=-1 | .steps"
+        2,
+        "groups of a recorded step, beside that of the lowest mean score",
+        Condition(lambda c, own: own.freq != -1 or own.steps, "needs {section}.freq or steps"),
     )
 
 
 class TrainerConfig(Section):
-    backend: Literal["local", "ray"] = execution(
-        "local", "one process, or ranks and engines on the GPUs of nodes"
-    )
-    device: Literal["cpu", "cuda"] | None = execution(
-        None, "where models compute; null: cuda if there is one"
-    )
+    backend: Literal["local", "ray"] = execution("local", "one process, or the GPUs of nodes")
+    device: Literal["cpu", "cuda"] | None = execution(None, "of models; null: cuda if there is one")
     cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
-    seed: Size = key(
-        1, "decides which examples are drawn, how answers are sampled, and new weights"
-    )
+    seed: Size = key(1, "decides the examples drawn, how answers are sampled, and new weights")
     nnodes: Count = execution(1, "machines", OVER_RAY)
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
     total_epochs: Count = execution(
-        30, "passes over the training examples", ".total_training_steps=None"
+        30,
+        "passes over the training examples",
+        Condition(lambda c, own: own.total_training_steps is None, "total_training_steps is set"),
     )
     total_training_steps: Count | None = execution(None, "RL steps; null: those of total_epochs")
     phase_timeout_s: Positive | None = bookkeeping(
-        None,
-        "seconds of a remote phase, after which the run ends; null: 10 x its longest, at least 600",
-        OVER_RAY,
+        None, "most seconds of a remote phase; null: 10 x its longest, at least 600", OVER_RAY
     )
     wait_for_nodes_s: NonNegative = bookkeeping(
         300, "seconds that a start, and each restart, waits until nodes are free", OVER_RAY
     )
-    max_restarts: Size = bookkeeping(
-        0, "times a run starts again from its checkpoint after a process died or hung"
-    )
-    critic_warmup: Size = key(
-        0, "step from which on the policy trains too, not the critic alone", CRITIC
-    )
+    max_restarts: Size = bookkeeping(0, "restarts from its checkpoint after a lost process")
+    critic_warmup: Size = key(0, "step from which on the policy trains too", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
-    max_staleness: Size = key(
-        0, "steps a sample may be old; 1: the next collection overlaps the update"
-    )
-    project_name: Name | None = bookkeeping(
-        None, "project at a logger's service; null: rlrepro-<recipe>"
-    )
+    max_staleness: Size = key(0, "steps a sample may be old; 1: collecting overlaps the update")
+    project_name: Name | None = bookkeeping(None, "project of loggers; null: rlrepro-<recipe>")
     experiment_name: Name | None = bookkeeping(
         None, "run's name; null: <model>-seed<seed> (core/config/README.md)"
     )
     default_local_dir: str | None = bookkeeping(
         None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>"
     )
-    logger: tuple[Logger, ...] = bookkeeping(
-        ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
-    )
-    rollout_data_dir: str | None = bookkeeping(
-        None, "folder or URL for training answers; null: no dump", "generates"
-    )
-    validation_data_dir: str | None = bookkeeping(
-        None, "likewise for validation answers", "needs_engine"
-    )
+    logger: Loggers = bookkeeping(("console", "tensorboard"), "where metrics go too")
+    rollout_data_dir: str | None = bookkeeping(None, "folder or URL for training answers")
+    validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", ANSWERS)
     val_before_train: bool = bookkeeping(
-        True, "validate the starting model too", "needs_engine & .val_only=False"
+        True,
+        "validate the starting model too",
+        Condition(lambda c, own: c.needs_engine and not own.val_only, "val_only=True validates it"),
     )
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(
-        -1, "steps between validations, one follows the last; -1: never", "data.val_files"
+        -1, "steps between validations, one follows the last; -1: never", QUESTIONS
     )
     save_freq: SaveFrequency = bookkeeping(
         -1, "steps between checkpoints, one follows the last; -1: that; 0: none"
     )
     max_actor_ckpt_to_keep: Count | None = bookkeeping(
-        None, "newest checkpoints kept; null: all", ".save_freq!=0"
+        None,
+        "newest checkpoints kept; null: all",
+        Condition(lambda c, own: own.save_freq != 0, "no checkpoint is saved with save_freq=0"),
     )
     resume_mode: ResumeMode = bookkeeping(
         "auto", "from its newest checkpoint, from step 0, or resume_from_path"
     )
     resume_from_path: str | None = bookkeeping(
-        None, "folder or URL global_step_N", ".resume_mode=resume_path"
+        None, "folder or URL global_step_N", beside("resume_mode", "resume_path")
     )
     resume_with_changes: bool = bookkeeping(
         False, "resume also with another base, data or objective; recorded"
@@ -396,13 +350,13 @@ class TrainerConfig(Section):
 
 
 class RayKwargsConfig(Section):
-    ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init")
+    ray_init: Open = key(freeze({"num_cpus": None}), "arguments of ray.init")
 
 
 class FrozenModel(NamedTuple):
     """A language model that scores the policy's tokens beside the reference, and never trains."""
 
-    key: str  # of its path
+    key: str  # configuration key that holds the model's path
     model: ModelConfig
     dtype: str
     temperature: float
@@ -417,42 +371,77 @@ class Config(Section):
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
     critic: CriticConfig = key(CriticConfig(), used_if=CRITIC)
-    reward_model: RewardModelConfig = key(RewardModelConfig(), used_if="needs_engine")
+    reward_model: RewardModelConfig = key(RewardModelConfig(), used_if=ANSWERS)
     custom_reward_function: CustomRewardFunctionConfig = key(
-        CustomRewardFunctionConfig(), used_if="needs_engine"
+        CustomRewardFunctionConfig(), used_if=ANSWERS
     )
-    algorithm: AlgorithmConfig = key(AlgorithmConfig(), used_if="generates")
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
 
-    # Facts of a recipe, which its subclass may override, by a property that reads keys too
-    # A step collects answers, and does not train on what stands in files
-    generates: ClassVar[bool] = True
+    # Facts of a recipe. Its subclass may override them, also by a property that reads keys.
+    generates: ClassVar[bool] = True  # a step collects answers; False: it trains on files
     plays_episodes: ClassVar[bool] = False  # the recipe's trainer does, instead of an agent loop
     drops_groups: ClassVar[bool] = False  # a step leaves groups out, so that more prompts are drawn
     needs_engine: ClassVar[bool] = True  # something is answered, in a step or in a validation
     # Role -> a model whose log-probs the recipe reads
     frozen_models: ClassVar[Mapping[str, FrozenModel]] = {}
 
+    # -- what a step needs --
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether a critic trains: the advantage estimator reads values."""
+        return self.algorithm.estimator.critic
+
+    @property
+    def needs_ref(self) -> bool:
+        """Return whether the objective holds a KL to the reference policy."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether samples of another distribution than the learner's are weighed for it."""
+        correction = self.algorithm.rollout_correction
+        has_ratio = self.actor_rollout_ref.actor.policy_loss.entry.has_ratio
+        return correction.weighs or (correction.bypass_mode and has_ratio)
+
+    # -- sizes --
+
+    @property
+    def longest_sequence(self) -> int:
+        """Return the tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
     @property
     def learner_ranks(self) -> int:
-        """The processes that hold the learner: one a GPU over Ray, one in all where the trainer's
-        own process does."""
-        return (
-            self.trainer.nnodes * self.trainer.n_gpus_per_node
-            if self.trainer.backend == "ray"
-            else 1
-        )
+        """Return the processes that hold the learner: one a GPU over Ray, else the trainer's."""
+        if self.trainer.backend == "local":
+            return 1
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the ranks that get sequences of their own.
+
+        Ranks that share each sequence, or each layer, get the same sequences.
+        """
+        return max(self.learner_ranks // self.actor_rollout_ref.actor.together, 1)
+
+    # -- where it runs --
+
+    @property
+    def in_one_process(self) -> bool:
+        """Return whether learner and engine are in the trainer's own process."""
+        return self.trainer.backend == "local" and self.actor_rollout_ref.rollout.name == "hf"
 
     @property
     def full_precision(self) -> bool:
-        """Return whether engine and learner both compute in float32: they then agree to
-        rounding."""
-        part = self.actor_rollout_ref
-        return {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
+        """Return whether engine and learner compute in float32: they then agree to rounding."""
+        models = self.actor_rollout_ref
+        return {models.rollout.dtype, models.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
 
     @property
     def one_copy(self) -> bool:
         """Return whether the engine reads the learner's own weights: one process, and float32."""
-        alone = self.trainer.backend == "local" and self.actor_rollout_ref.rollout.name == "hf"
-        return alone and self.full_precision
+        return self.in_one_process and self.full_precision

@@ -1,5 +1,4 @@
-"""The keys of data, models, their updates and the objective; :mod:`core.config.schema` puts all
-sections together."""
+"""The keys of data, models, their updates and the objective; see :mod:`core.config.schema`."""
 
 from __future__ import annotations
 
@@ -7,16 +6,16 @@ from typing import Annotated, Literal
 
 from core.config import registry
 from core.config.section import (
+    EMPTY,
     AboveOne,
     Betas,
     ClipLow,
+    Condition,
     Count,
     Day,
     DType,
-    FrozenDict,
     Names,
     NonNegative,
-    NumberOrText,
     OffOrCount,
     OffOrSize,
     Open,
@@ -27,54 +26,50 @@ from core.config.section import (
     Section,
     Share,
     Size,
+    beside,
     execution,
     files,
     key,
     names,
 )
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-ULYSSES, LAYERS, MICRO = (
-    "ulysses_sequence_parallel_size",
-    "tensor_model_parallel_size",
-    "ppo_micro_batch_size_per_gpu",
-)
-FSDP = f"{ACTOR}.fsdp_config"
-# When a key has an effect, as rules.unmet reads it: a name that begins with a dot is of the key's
-# own section
-OVER_RAY = "trainer.backend=ray"
-EPISODES = "actor_rollout_ref.rollout.agent_loop!=None"
-SEARCHES = "plays_episodes"
-WEIGHED = ".bypass_mode=False & .rollout_is"
-BY_NUMBER, DIVIDED = ".use_dynamic_bsz=False", ".loss_agg_mode=seq-mean-token-sum-norm"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ULYSSES = "ulysses_sequence_parallel_size"
+LAYERS = "tensor_model_parallel_size"
 
 AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
 LossMode = Annotated[str, names(*registry.POLICY_LOSSES)]
 LossAggMode = Literal[*registry.LOSS_AGG_MODES]
 KLKind = Literal[*registry.KL_KINDS]
 
+# When keys have an effect
+OVER_RAY = Condition(lambda c, own: c.trainer.backend == "ray", "needs trainer.backend=ray")
+EPISODES = Condition(
+    lambda c, own: c.actor_rollout_ref.rollout.agent_loop is not None,
+    "needs actor_rollout_ref.rollout.agent_loop",
+)
+SEARCHES = Condition(lambda c, own: c.plays_episodes, "the trainer of this recipe does not search")
+ANSWERS = Condition(lambda c, own: c.needs_engine, "nothing is answered in this run")
+ADAPTERS = beside("lora_rank")
+BY_NUMBER = beside("use_dynamic_bsz", False)
+BY_TOKENS = beside("use_dynamic_bsz")
+DIVIDED = beside("loss_agg_mode", "seq-mean-token-sum-norm")
+
 
 class DataConfig(Section):
     train_files: Paths = files(
-        ("~/data/rlhf/gsm8k/train.parquet",),
-        "files of training examples, parquet or JSON lines (.jsonl)",
+        ("~/data/rlhf/gsm8k/train.parquet",), "files of training examples, parquet or .jsonl"
     )
     val_files: PathsOrNone = files(
-        ("~/data/rlhf/gsm8k/test.parquet",),
-        "files of validation questions, parquet or JSON lines (.jsonl); []: none",
+        ("~/data/rlhf/gsm8k/test.parquet",), "files of validation questions, likewise; []: none"
     )
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
-    image_key: str = key(
-        "images", "column that holds the pictures of a prompt, one for each <image> in it"
-    )
-    reward_fn_key: str = key(
-        "data_source", "column that names the data source, which chooses the scorer"
-    )
-    max_prompt_length: Count = key(
-        512, "tokens of the prompt; in a search episode, of prompt and episode"
-    )
+    image_key: str = key("images", "column that holds a prompt's pictures, one for each <image>")
+    reward_fn_key: str = key("data_source", "column of the data source, which chooses the scorer")
+    max_prompt_length: Count = key(512, "tokens of the prompt; search: of prompt and episode")
     max_response_length: Count = key(
-        512, "tokens of the answer, tools' included; search episodes: of one turn"
+        512, "tokens of the answer, tools' included; search: of a turn"
     )
     max_start_length: Count | None = key(
         None, "search episodes: prompt's tokens; null: max_prompt_length", SEARCHES
@@ -82,25 +77,19 @@ class DataConfig(Section):
     max_obs_length: Count = key(500, "search episodes: tokens of what a search returns", SEARCHES)
     train_batch_size: Count = key(1024, "prompts a step")
     gen_batch_size: Count | None = key(
-        None, "prompts in flight at most", "generates", follows="data.train_batch_size"
+        None, "prompts in flight at most", follows="data.train_batch_size"
     )
     train_max_samples: OffOrCount = key(-1, "examples of all training files together; -1: all")
-    val_max_samples: OffOrCount = key(
-        -1, "examples of each validation file; -1: all", "needs_engine"
-    )
+    val_max_samples: OffOrCount = key(-1, "examples of each validation file; -1: all", ANSWERS)
     shuffle: bool = key(True, "training examples in a random order, another one in each epoch")
-    seed: Size | None = key(None, "decides the order of the training examples; null: trainer.seed")
-    filter_overlong_prompts: bool = key(
-        False, "leave out examples whose prompt is longer than max_prompt_length"
-    )
+    seed: Size | None = key(None, "decides the order of training examples; null: trainer.seed")
+    filter_overlong_prompts: bool = key(False, "leave out prompts longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", "of a longer prompt: the end that is cut"
     )
-    apply_chat_template_kwargs: Open = key(
-        FrozenDict(), "arguments of the tokenizer's apply_chat_template"
-    )
+    apply_chat_template_kwargs: Open = key(EMPTY, "arguments of apply_chat_template")
     chat_template_date: Day | None = key(
-        None, "today's date for chat templates that write one; null: that of the run's first start"
+        None, "today's date for chat templates that write one; null: that of the first start"
     )
 
 
@@ -113,52 +102,41 @@ class OptimConfig(Section):
     betas: Betas = key((0.9, 0.999), "of AdamW")
     lr_warmup_steps: OffOrSize = key(-1, "RL steps of warm-up; -1: lr_warmup_steps_ratio decides")
     lr_warmup_steps_ratio: Share = key(
-        0.0, "warm-up as a share of the run's RL steps", ".lr_warmup_steps=-1"
+        0.0, "warm-up as a share of the run's RL steps", beside("lr_warmup_steps", -1)
     )
-    lr_scheduler_type: Literal["constant", "cosine"] = key(
-        "constant", "learning rate after the warm-up"
-    )
+    lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after that")
     min_lr_ratio: Share | None = key(
-        0.0, "where a cosine ends, as a share of lr; null: 0", ".lr_scheduler_type=cosine"
+        0.0, "cosine's end, as a share of lr; null: 0", beside("lr_scheduler_type", "cosine")
     )
 
 
 class AdaptedModel(Section):
     """A model that trains, as a whole or by adapters."""
 
-    override_config: Open | None = key(FrozenDict(), "fields of the model's own configuration")
-    enable_gradient_checkpointing: bool = execution(
-        True, "recompute activations: less memory, more time"
-    )
-    lora_rank: Size = key(
-        0, "rank of the adapters that train in place of the weights; 0: all weights train"
-    )
-    lora_alpha: Count = key(
-        16, "the adapters' output is scaled by lora_alpha / lora_rank", ".lora_rank"
-    )
+    override_config: Open | None = key(EMPTY, "fields of the model's own configuration")
+    enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory")
+    lora_rank: Size = key(0, "rank of the adapters that train; 0: all weights train instead")
+    lora_alpha: Count = key(16, "adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
     target_modules: Names = key(
-        ("all-linear",), "all-linear, ends of layers' names, or one pattern", ".lora_rank"
+        ("all-linear",), "all-linear, ends of layers' names, or one pattern", ADAPTERS
     )
     exclude_modules: Names | None = key(
-        None, "layers without adapters, written likewise; null: none", ".lora_rank"
+        None, "layers without adapters, written likewise; null: none", ADAPTERS
     )
 
 
 class ModelConfig(AdaptedModel):
     path: str = files(
-        "~/models/deepseek-llm-7b-chat",
-        "model to start from: hub id (org/name), folder (/, ./) or URL",
+        "~/models/deepseek-llm-7b-chat", "starting model: hub id (org/name), folder (/, ./) or URL"
     )
     tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
-    custom_chat_template: str | None = key(
-        None, "chat template, as Jinja text; null: the tokenizer's own"
-    )
+    custom_chat_template: str | None = key(None, "chat template, as Jinja text; null: tokenizer's")
     trust_remote_code: bool = execution(False, "run Python code that comes with the model")
 
 
 class FSDPConfig(Section):
     dtype: DType | None = key(
-        None, "number format of the passes; weights are float32", follows=f"{FSDP}.dtype"
+        None, "number format of passes; weights are float32", follows=f"{ACTOR}.fsdp_config.dtype"
     )
     param_offload: bool = execution(
         False, "keep weights in host memory until a phase needs them", OVER_RAY
@@ -169,36 +147,32 @@ class FSDPConfig(Section):
     offload_policy: bool = execution(
         False, "keep all of it in host memory; the CPU takes the steps", OVER_RAY
     )
-    fsdp_size: OffOrCount = execution(
-        -1, "ranks that share one copy of the state; -1: all", OVER_RAY
-    )
+    fsdp_size: OffOrCount = execution(-1, "ranks that share a copy of the state; -1: all", OVER_RAY)
 
 
 class PolicyLossConfig(Section):
     loss_mode: LossMode = key("vanilla", "policy loss")
-    clip_cov_ratio: PositiveShare = key(
-        0.0002, "Clip-Cov: share of a step's tokens that are dropped"
-    )
+    clip_cov_ratio: PositiveShare = key(0.0002, "Clip-Cov: share of a step's tokens to drop")
     clip_cov_lb: float = key(1.0, "lower covariance bound of Clip-Cov candidates")
     clip_cov_ub: float = key(5.0, "upper covariance bound of Clip-Cov candidates")
-    kl_cov_ratio: PositiveShare = key(
-        0.0002, "KL-Cov: share of an optimizer step's tokens with a KL penalty"
-    )
+    kl_cov_ratio: PositiveShare = key(0.0002, "KL-Cov: share of a step's tokens with a KL penalty")
     ppo_kl_coef: NonNegative = key(0.1, "KL-Cov: coefficient of the KL penalty to the old policy")
+
+    @property
+    def entry(self) -> registry.Entry:
+        """Return what the repository knows about the chosen loss."""
+        return registry.policy_loss(self.loss_mode)
 
 
 class Sharing(Section):
     """How the ranks of a learner share what they compute."""
 
-    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
-    tensor_model_parallel_size: Count = execution(
-        1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY
-    )
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share a sequence", OVER_RAY)
+    tensor_model_parallel_size: Count = execution(1, "ranks that share each layer", OVER_RAY)
 
     @property
     def together(self) -> int:
-        """Return the ranks that get the same sequences: they share each sequence, or each layer, or
-        both."""
+        """Return how many ranks get the same sequences, to share each sequence or each layer."""
         return self.ulysses_sequence_parallel_size * self.tensor_model_parallel_size
 
 
@@ -213,9 +187,7 @@ class LearnerConfig(Sharing):
     use_dynamic_bsz: bool | None = execution(
         None, "fill passes by tokens; null: where no micro-batch size is given"
     )
-    ppo_max_token_len_per_gpu: Count = execution(
-        16384, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz"
-    )
+    ppo_max_token_len_per_gpu: Count = execution(16384, "tokens in one pass", BY_TOKENS)
     ppo_epochs: Count = key(1, "times that a step's trajectories are trained on")
     shuffle: bool = key(False, "trajectories in a random order in each epoch of updates")
     loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number")
@@ -227,30 +199,41 @@ class LearnerConfig(Sharing):
 
 
 class ActorConfig(LearnerConfig):
+    loss_agg_mode: LossAggMode = key(
+        "token-mean",
+        "how the losses of tokens become one number",
+        Condition(
+            lambda c, own: own.policy_loss.entry.aggregation is None,
+            "the policy loss is defined with an aggregation of its own",
+        ),
+    )
     clip_ratio: ClipLow = key(
-        0.2, "distance from 1 at which the ratio to old probabilities is clipped", "generates"
+        0.2,
+        "distance from 1 at which the ratio to old probabilities is clipped",
+        Condition(
+            lambda c, own: own.clip_ratio in (own.clip_ratio_low, own.clip_ratio_high),
+            "clip_ratio_low and clip_ratio_high are both given",
+        ),
     )
     clip_ratio_low: NonNegative | None = key(
-        None, "lower bound's distance", "generates", follows=f"{ACTOR}.clip_ratio"
+        None, "lower bound's distance", follows=f"{ACTOR}.clip_ratio"
     )
-    clip_ratio_high: NonNegative | None = key(
-        None, "upper bound's", "generates", follows=f"{ACTOR}.clip_ratio"
-    )
-    clip_ratio_c: AboveOne = key(
-        3.0, "bound of the ratio where the advantage is negative (dual clip)", "generates"
-    )
+    clip_ratio_high: NonNegative | None = key(None, "upper bound's", follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_c: AboveOne = key(3.0, "bound of the ratio at a negative advantage (dual clip)")
     entropy_coeff: float = key(0.0, "coefficient of the entropy, which the loss rewards")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: NonNegative = key(0.001, "coefficient of the KL in the loss", ".use_kl_loss")
-    kl_loss_type: KLKind = key("low_var_kl", "estimator of the KL in the loss", ".use_kl_loss")
+    kl_loss_coef: NonNegative = key(
+        0.001, "coefficient of the KL in the loss", beside("use_kl_loss")
+    )
+    kl_loss_type: KLKind = key(
+        "low_var_kl", "estimator of the KL in the loss", beside("use_kl_loss")
+    )
     state_masking: bool = key(
         True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES
     )
-    tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages", "generates")
-    tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages", "generates")
-    freeze_vision_tower: bool = key(
-        False, "the part of the model that reads pictures does not train"
-    )
+    tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages")
+    tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages")
+    freeze_vision_tower: bool = key(False, "the part that reads pictures does not train")
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
 
@@ -262,7 +245,13 @@ class RefConfig(Sharing):
     tensor_model_parallel_size: Count | None = execution(
         None, "as there", OVER_RAY, follows=f"{ACTOR}.{LAYERS}"
     )
-    fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=f"{MODEL}.lora_rank=0 & {OVER_RAY}")
+    fsdp_config: FSDPConfig = key(
+        FSDPConfig(),
+        used_if=Condition(
+            lambda c, own: c.actor_rollout_ref.model.lora_rank == 0,
+            "with adapters the reference is the policy without them",
+        ),
+    )
 
 
 class CriticModelConfig(AdaptedModel):
@@ -280,18 +269,14 @@ class CriticConfig(LearnerConfig):
         None, "prompts an update", follows=f"{ACTOR}.ppo_mini_batch_size"
     )
     ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "as there", BY_NUMBER, follows=f"{ACTOR}.{MICRO}"
+        None, "as there", BY_NUMBER, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
-    ppo_max_token_len_per_gpu: Count = execution(
-        32768, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz"
-    )
+    ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass", BY_TOKENS)
     ppo_epochs: Count | None = key(
         None, "times that trajectories are trained on", follows=f"{ACTOR}.ppo_epochs"
     )
     shuffle: bool | None = key(None, "trajectories in a random order", follows=f"{ACTOR}.shuffle")
-    cliprange_value: Positive = key(
-        0.5, "how far a value may move from the old one before its loss is clipped"
-    )
+    cliprange_value: Positive = key(0.5, "change of a value beyond which its loss is clipped")
     loss_agg_mode: LossAggMode | None = key(
         None, "how losses become one number", follows=f"{ACTOR}.loss_agg_mode"
     )
@@ -304,27 +289,38 @@ class CriticConfig(LearnerConfig):
 
 # --- the objective ---
 
+SAMPLED_BY_THE_LEARNER = beside("bypass_mode", False)
+WEIGHED = Condition(
+    lambda c, own: own.rollout_is is not None and not own.bypass_mode,
+    "needs {section}.rollout_is and bypass_mode=False",
+)
+REJECTED = beside("rollout_rs")
+
 
 class RolloutCorrectionConfig(Section):
-    """Importance weights and rejection of samples of another policy
-    (core/algorithm/rollout_correction.py)."""
+    """Weights and rejection of another policy's samples (core/algorithm/rollout_correction.py)."""
 
     bypass_mode: bool = key(
-        False, "the engine's log-probs are the old ones: no pass for them, and one ratio"
+        False,
+        "the engine's log-probs are the old ones: no pass for them, and one ratio",
+        Condition(
+            lambda c, own: c.actor_rollout_ref.actor.policy_loss.entry.has_ratio,
+            "the policy loss has no ratio",
+        ),
     )
     rollout_is: Literal["token", "sequence"] | None = key(
-        None, "importance weights; null: none", ".bypass_mode=False"
+        None, "importance weights; null: none", SAMPLED_BY_THE_LEARNER
     )
-    rollout_is_threshold: NumberOrText = key(
+    rollout_is_threshold: float | str = key(
         2.0, 'upper bound; "lower_upper" drops what is outside', WEIGHED
     )
     rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", WEIGHED)
     rollout_rs: str | None = key(None, "rejection, by one or several statistics; null: none")
-    rollout_rs_threshold: NumberOrText | None = key(
-        None, "upper bounds, one or one a statistic", ".rollout_rs"
+    rollout_rs_threshold: float | str | None = key(
+        None, "upper bounds, one or one a statistic", REJECTED
     )
     rollout_rs_threshold_lower: NonNegative | None = key(
-        None, "lower bounds; null: 1 / threshold", ".rollout_rs"
+        None, "lower bounds; null: 1 / threshold", REJECTED
     )
     rollout_token_veto_threshold: PositiveShare | None = key(
         None, "one such ratio drops the sequence; null: off"
@@ -332,35 +328,38 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def weighs(self) -> bool:
-        """Whether the loss of a token is multiplied by an importance weight."""
+        """Return whether the loss of a token is multiplied by an importance weight."""
         return self.rollout_is is not None
 
     @property
     def uses_old_log_probs(self) -> bool:
-        """Whether the learner's log-probs before the update are compared with the engine's."""
+        """Return whether the learner's log-probs before the update meet the engine's."""
         rejects = self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
         return not self.bypass_mode and (self.weighs or rejects)
 
 
 class KLCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = key(
-        "fixed", "a coefficient that stays, or moves towards target_kl"
-    )
+    type: Literal["fixed", "adaptive"] = key("fixed", "the coefficient stays, or follows target_kl")
     kl_coef: NonNegative = key(0.001, "coefficient of the KL in the reward")
     horizon: Positive = key(
-        10000, "sequences over which the adaptive coefficient moves", ".type=adaptive"
+        10000, "sequences over which the adaptive coefficient moves", beside("type", "adaptive")
     )
-    target_kl: Positive = key(0.1, "the KL that the adaptive coefficient aims at", ".type=adaptive")
+    target_kl: Positive = key(
+        0.1, "the KL that the adaptive coefficient aims at", beside("type", "adaptive")
+    )
 
 
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = key("gae", "advantage estimator")
     gamma: Share = key(1.0, "discount a token")
     lam: Share = key(1.0, "lambda of generalised advantage estimation")
-    norm_adv_by_std_in_grpo: bool = key(
-        True, "divide by the group's standard deviation; False is Dr. GRPO"
-    )
+    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's deviation; False: Dr. GRPO")
     use_kl_in_reward: bool = key(False, "take the KL to the reference policy off the reward")
-    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", ".use_kl_in_reward")
-    kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=".use_kl_in_reward")
+    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", beside("use_kl_in_reward"))
+    kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=beside("use_kl_in_reward"))
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+    @property
+    def estimator(self) -> registry.Entry:
+        """Return what the repository knows about the chosen estimator."""
+        return registry.estimator(self.adv_estimator)

@@ -365,12 +365,11 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
     except (RuntimeError, WorkersLost) as error:
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error
-    longest = config.data.max_prompt_length + config.data.max_response_length
     return SGLangEngine(
         tokenizer,
         skeleton,
         server,
         device=device,
-        max_length=min(longest, positions(skeleton.config)),
+        max_length=min(config.longest_sequence, positions(skeleton.config)),
         max_rows=rollout.max_num_seqs,
     )

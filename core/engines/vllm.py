@@ -311,8 +311,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` goes first."""
     roles = config.actor_rollout_ref
     rollout = roles.rollout
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    longest = max(longest, LEAST_LENGTH)
+    longest = max(config.longest_sequence, LEAST_LENGTH)
     over_ray = config.trainer.backend == "ray"
     arguments = {
         "model": resolve_path(roles.model.path),

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from core.config import registry
 from core.config.schema import Config
 from core.types import TrainBatch
 
@@ -48,16 +47,12 @@ class StepNeeds:
     def of(cls, config: Config) -> StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
-        estimator, loss = (
-            registry.estimator(algorithm.adv_estimator),
-            registry.policy_loss(actor.policy_loss.loss_mode),
-        )
-        reads = algorithm.use_kl_in_reward or loss.selects is not None
+        reads = algorithm.use_kl_in_reward or actor.policy_loss.entry.selects is not None
         reads = reads or actor.ppo_epochs > 1 or correction.uses_old_log_probs
         return cls(
-            critic=estimator.critic,
-            ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
-            baseline=estimator.greedy_baseline,
+            critic=config.has_critic,
+            ref=config.needs_ref,
+            baseline=algorithm.estimator.greedy_baseline,
             recompute_old_log_probs="never"
             if correction.bypass_mode
             else "always"

@@ -358,7 +358,7 @@ def problems(config: Config) -> Iterator[Problem]:
             ranks = max(getattr(roles.actor, name), getattr(roles.ref, name))
             if ranks > 1:
                 yield Problem(f"actor_rollout_ref.actor.{name}", ranks, rule, fix)
-    if config.critic.enable:
+    if config.has_critic:
         yield Problem("algorithm.adv_estimator", config.algorithm.adv_estimator, rule, fix)
     if config.reward_model.enable:
         yield Problem("reward_model.enable", True, rule, fix)

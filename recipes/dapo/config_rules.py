@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.config.rules import View
-from core.config.rules_training import Broken
+from core.config.rules import Broken
+from core.config.schema import Config
 
 # Metrics that hold the length penalty
 SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")
@@ -11,38 +11,31 @@ FILTERS, BUFFER = "algorithm.filter_groups", "reward_model.overlong_buffer"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def groups_are_filtered(c: View) -> Broken:
-    filters, prompts = c.algorithm.filter_groups, c.data.train_batch_size
+def groups_are_filtered(config: Config) -> Broken:
+    filters = config.algorithm.filter_groups
+    prompts = config.data.train_batch_size
     if not filters.enable:
         return
-    if c.rollout.n == 1 and not c.estimator.groups:
+    if config.actor_rollout_ref.rollout.n == 1 and not config.algorithm.estimator.groups:
         rule = f"{FILTERS}.enable=True drops groups of equal answers, and one answer equals itself"
         yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=16, say, or {FILTERS}.enable=False"
-    if c.data.gen_batch_size < prompts:
+    if config.data.gen_batch_size < prompts:
         rule = f"must be at least data.train_batch_size={prompts} where groups are filtered"
-        yield (
-            "data.gen_batch_size",
-            rule,
-            ("raise it (three times the training batch is usual), or leave it out"),
-        )
+        fix = "raise it (three times the training batch is usual), or leave it out"
+        yield "data.gen_batch_size", rule, fix
     if filters.max_num_gen_batches == 0:
         fix = "set 10, say; at the bound the step trains on the groups there are"
-        yield (
-            f"{FILTERS}.max_num_gen_batches",
-            ("must be at least 1: collecting for a step is bounded"),
-            fix,
-        )
-    if filters.metric == "seq_final_reward" and c.algorithm.use_kl_in_reward:
+        rule = "must be at least 1: collecting for a step is bounded"
+        yield f"{FILTERS}.max_num_gen_batches", rule, fix
+    if filters.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         rule = "holds the KL penalty, which is known only after the groups are collected"
-        yield (
-            f"{FILTERS}.metric",
-            rule,
-            ("use acc, score or seq_reward, or algorithm.use_kl_in_reward=False"),
-        )
+        fix = "use acc, score or seq_reward, or algorithm.use_kl_in_reward=False"
+        yield f"{FILTERS}.metric", rule, fix
 
 
-def long_answers_are_punished(c: View) -> Broken:
-    buffer, limit = c.reward.overlong_buffer, c.data.max_response_length
+def long_answers_are_punished(config: Config) -> Broken:
+    buffer = config.reward_model.overlong_buffer
+    limit = config.data.max_response_length
     if not buffer.enable:
         return
     if not 1 <= buffer.len <= limit:
@@ -52,15 +45,15 @@ def long_answers_are_punished(c: View) -> Broken:
         yield f"{BUFFER}.penalty_factor", "penalises nothing", f"set 1.0, or {BUFFER}.enable=False"
 
 
-def the_filter_reads_lengths(c: View) -> Broken:
-    filters = c.algorithm.filter_groups
-    if filters.enable and c.reward.overlong_buffer.enable and filters.metric in SHAPED:
+def the_filter_reads_lengths(config: Config) -> Broken:
+    filters = config.algorithm.filter_groups
+    if filters.enable and config.reward_model.overlong_buffer.enable and filters.metric in SHAPED:
         rule = "holds the length penalty: groups of equal answers are then kept for their lengths"
         yield f"{FILTERS}.metric", rule, "acc is what the scorer calls correct"
 
 
-def the_published_files_repeat_their_rows(c: View) -> Broken:
-    if c.trainer.total_epochs == 1 and c.trainer.total_training_steps is None:
+def the_published_files_repeat_their_rows(config: Config) -> Broken:
+    if config.trainer.total_epochs == 1 and config.trainer.total_training_steps is None:
         rule = (
             "is DAPO's length only over its published file, which holds each prompt about 100 times"
         )
@@ -69,7 +62,8 @@ def the_published_files_repeat_their_rows(c: View) -> Broken:
             "330 of 512 prompts)"
         )
         yield "trainer.total_epochs", rule, fix
-    if c.val.do_sample and c.val.n == 1:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.do_sample and val.n == 1:
         rule = "is avg@32 only over DAPO's published AIME file, which holds each question 32 times"
         fix = f"over data_preprocess.aime's 30 rows set {ROLLOUT}.val_kwargs.n=32"
         yield f"{ROLLOUT}.val_kwargs.n", rule, fix

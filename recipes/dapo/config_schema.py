@@ -1,12 +1,11 @@
-"""The keys that only DAPO has: group filtering and what long answers cost. See
-``core/config/recipes.py``."""
+"""The keys that only DAPO has: group filtering and what long answers cost."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from core.config.schema import ActorRolloutRefConfig, Config, RewardModelConfig
-from core.config.section import NonNegative, Section, Size, bookkeeping, key
+from core.config.section import NonNegative, Section, Size, beside, bookkeeping, key
 from core.config.training_keys import ActorConfig, AlgorithmConfig
 
 PAPER = "DAPO"
@@ -16,12 +15,14 @@ class FilterGroupsConfig(Section):
     enable: bool = key(
         False, "draw more prompts in place of those whose answers all score the same"
     )
-    metric: str | None = key("acc", "part of the score that has to differ; null: acc", ".enable")
+    metric: str | None = key(
+        "acc", "part of the score that has to differ; null: acc", beside("enable")
+    )
     max_num_gen_batches: Size = key(
-        10, "most prompts drawn for one step, in units of gen_batch_size", ".enable"
+        10, "most prompts drawn for one step, in units of gen_batch_size", beside("enable")
     )
     on_exhausted: Literal["train", "raise"] = key(
-        "train", "at that limit: train on the groups there are, or end the run", ".enable"
+        "train", "at that limit: train on the groups there are, or end the run", beside("enable")
     )
 
 
@@ -29,9 +30,9 @@ class OverlongBufferConfig(Section):
     enable: bool = key(
         False, "take a penalty off the reward of answers near data.max_response_length"
     )
-    len: Size = key(0, "tokens before the limit in which the penalty grows", ".enable")
-    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", ".enable")
-    log: bool = bookkeeping(False, "record the penalty as a metric", ".enable")
+    len: Size = key(0, "tokens before the limit in which the penalty grows", beside("enable"))
+    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", beside("enable"))
+    log: bool = bookkeeping(False, "record the penalty as a metric", beside("enable"))
 
 
 class DAPOAlgorithmConfig(AlgorithmConfig):
@@ -59,7 +60,7 @@ class DAPOConfig(Config):
 
     @property
     def drops_groups(self) -> bool:
-        """Whether a step leaves groups out."""
+        """Return whether a step leaves groups out."""
         return self.algorithm.filter_groups.enable
 
 

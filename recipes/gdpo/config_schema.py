@@ -1,7 +1,7 @@
 """The key of GDPO: which parts of a score train, and with which weight."""
 
 from core.config.schema import Config
-from core.config.section import FrozenDict, Open, key
+from core.config.section import Open, freeze, key
 
 PAPER = "GDPO"
 
@@ -10,7 +10,7 @@ class GDPOConfig(Config):
     """The core's configuration with the parts of a score."""
 
     reward_weights: Open = key(
-        FrozenDict({"acc": 1.0}), "weight of each part of the score, by the part's name"
+        freeze({"acc": 1.0}), "weight of each part of the score, by the part's name"
     )
 
 

@@ -1,5 +1,4 @@
-"""The keys that only Search-R1 has: its budget of searches, and the retriever. See
-``core/config/recipes.py``.
+"""The keys that only Search-R1 has: its budget of searches, and the retriever.
 
 The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's:
 prompts are measured by them.
@@ -7,8 +6,10 @@ prompts are measured by them.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from core.config.schema import Config
-from core.config.section import Count, FrozenDict, Open, Section, execution, key
+from core.config.section import EMPTY, Condition, Count, Open, Section, beside, execution, key
 
 PAPER = "Search-R1"
 
@@ -23,28 +24,31 @@ class RetrieverConfig(Section):
     topk: Count = key(3, "passages a search returns")
     prefetch: bool = key(False, "put the question's passages before the first turn: RAG")
     client: Open = execution(
-        FrozenDict(),
+        EMPTY,
         "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
-        ".url",
+        beside("url"),
     )
     local: Open = key(
-        FrozenDict(),
+        EMPTY,
         "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
-        ".url=None",
+        Condition(lambda config, own: own.url is None, "needs retriever.url=null"),
     )
+
+
+RETRIEVES = Condition(
+    lambda config, own: config.do_search or config.retriever.prefetch,
+    "needs do_search or retriever.prefetch",
+)
 
 
 class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 
-    retriever: RetrieverConfig = key(RetrieverConfig(), used_if="do_search | retriever.prefetch")
-    max_turns: Count = key(4, "turns that may search; one more must answer", "do_search")
+    retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
+    max_turns: Count = key(4, "turns that may search; one more must answer", beside("do_search"))
     do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
 
-    @property
-    def plays_episodes(self) -> bool:
-        """Return True: the trainer plays searches, and no agent loop does."""
-        return True
+    plays_episodes: ClassVar[bool] = True  # the trainer plays searches, and no agent loop does
 
 
 SCHEMA = SearchR1Config

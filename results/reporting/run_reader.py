@@ -148,10 +148,9 @@ class RecordedRun:
                 values[key] = [self.hashes_of(path) or path for path in paths]
             elif value == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
-        absent = () if values["critic.enable"] else ("critic.",)
-        if not (
-            values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]
-        ):
+        absent = () if values.get("critic.enable") else ("critic.",)
+        kl = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
+        if not any(values.get(key) for key in kl):
             absent += ("actor_rollout_ref.ref.",)
         decisive = {
             k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)

@@ -89,16 +89,14 @@ def test_nothing_can_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         config.trainer.seed = 2
     override = config.actor_rollout_ref.model.override_config
-    for change in (
-        lambda: override.update(c=1),
-        lambda: override["a"].pop("b"),
-        lambda: override.__ior__({"c": 1}),
-    ):
-        with pytest.raises(TypeError, match="cannot be changed"):
-            change()
+    for mapping in (override, override["a"]):
+        with pytest.raises(TypeError):
+            mapping["c"] = 1
+        with pytest.raises(TypeError):
+            del mapping["b"]
     assert override == {"a": {"b": (1,)}}
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        assert other == config and hash(other) == hash(config)
+        assert other == config
 
 
 def test_a_recipe_may_have_keys_of_its_own():

@@ -77,7 +77,7 @@ def test_a_value_that_does_not_fit():
         "data.train_batch_size=1.5": "must be a valid integer",
         "data.train_batch_size=0": "must be at least 1",
         "data.shuffle=1": "must be a valid boolean",
-        f"{ACTOR}.optim.lr=nan": "must be a number",
+        f"{ACTOR}.optim.lr=nan": "must be a finite number",
         f"{ACTOR}.optim.betas=[0.9]": "must be two numbers in [0, 1)",
         f"{ACTOR}.clip_ratio=1.5": "must be at least 0 and below 1",
         f"{ACTOR}.loss_agg_mode=mean": "must be one of 'token-mean', 'seq-mean-token-sum'",

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import examine, rules_training
-from core.config.rules import View, unmet
+from core.config import examine, rules
+from core.config.unused_keys import unused
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 ULYSSES = "ulysses_sequence_parallel_size"
@@ -42,9 +42,8 @@ def examined(recipe, overrides):
 
 def fire(kind, rule, composed, recipe):
     """Return the keys that a rule of core names."""
-    view = View(composed.config, composed.given, recipe)
-    found = [one for one in getattr(rules_training, kind) if one.__name__ == rule]
-    return [key for one in found for key, *_ in one(view)]
+    found = [one for one in getattr(rules, kind) if one.__name__ == rule]
+    return [key for one in found for key, *_ in one(composed.config)]
 
 
 def test_a_rule_fires_alone():
@@ -85,7 +84,7 @@ def test_no_rule_fires_without_its_cause():
 
 @pytest.mark.parametrize(("kind", "part"), [("PROBLEMS", "problems"), ("WARNINGS", "warnings")])
 def test_every_rule_is_tried(kind, part):
-    known = {rule.__name__ for rule in getattr(rules_training, kind)}
+    known = {rule.__name__ for rule in getattr(rules, kind)}
     assert known - {rule for rule, *_ in cases(part)} == set()
 
 
@@ -120,4 +119,4 @@ def test_a_key_without_effect_is_listed_with_the_reason():
 )
 def test_the_reason_names_what_a_key_needs(key, overrides, reason):
     composed = examined("ppo", overrides)
-    assert unmet(View(composed.config, composed.given, "ppo"), key) == reason
+    assert unused(composed.config, key) == reason
