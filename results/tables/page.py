@@ -16,12 +16,12 @@ from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate, t_interval
 from results.tables.table import AGAIN_P, PAGES, Numbers, Table, tables_of
 
-Made = tuple[Table, Numbers]
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 HEADER = (
     "| statement | in the paper | here | verdict | minutes | table |\n"
     "| --- | --- | --- | --- | --- | --- |\n"
 )
+Made = tuple[Table, Numbers]
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
@@ -51,17 +51,16 @@ def render(table: Table, numbers: Numbers) -> str:
 
 
 def forest(table: Table, numbers: Numbers) -> str:
-    """Return the differences of rows and controls as a picture, here and in the paper."""
-    pairs = [pair for name, pair in table.pairs.items() if name != "rewards_of_others"]  # far off
-    gaps = [table.gap(numbers, pair) for pair in pairs]
-    papers = [gap for pair in pairs if (gap := table.paper_gap(pair)) is not None]
-    ends = [0.0, *papers, *(gap.low for gap in gaps), *(gap.high for gap in gaps)]
-    low = min(ends)
-    scale = 456 / (max(ends) - low or 1)
-    drawn = {"pairs": pairs, "low": low, "high": max(ends)}
-    return fill(
-        "forest.svg.jinja", table, numbers, x=lambda v: round(12 + scale * (v - low), 1), **drawn
-    )
+    """Return the differences of rows and of `again` as a picture, here and in the paper."""
+    compared = {name: row for name, row in table.compared.items() if name != "rewards_of_others"}
+    gaps = {name: table.gap(numbers, name, row) for name, row in compared.items()}
+    papers = {n: table.paper_gap(n, row) for n, row in compared.items() if n in table.rows}
+    ends = [0.0, *(gap.low for gap in gaps.values()), *(gap.high for gap in gaps.values())]
+    ends += [gap for gap in papers.values() if gap is not None]
+    low, scale = min(ends), 456 / (max(ends) - min(ends) or 1)
+    drawn = {"gaps": gaps, "papers": papers, "low": low, "high": max(ends)}
+    drawn["x"] = lambda value: round(12 + scale * (value - low), 1)
+    return fill("forest.svg.jinja", table, numbers, **drawn)
 
 
 def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) -> str:
@@ -70,8 +69,9 @@ def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) 
     for table, numbers in made:
         link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
         for each in table.statements:
-            here = interval(table.gap(numbers, each), "+")
-            cells = [each.says, number(table.paper_gap(each)), here]
+            pair = each.row, each.against, each.measure
+            cells = [each.says, number(table.paper_gap(*pair))]
+            cells += [interval(table.gap(numbers, *pair), "+")]
             cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
             if each.headline or not headlines:
                 lines.append(f"| {' | '.join(cells)} |\n")

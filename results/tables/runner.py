@@ -36,7 +36,7 @@ from results.tables.table import PAGES, Measure, Numbers, Table, tables_of
 
 OUTPUTS = Path("outputs/tables")
 AGAIN_SEED = 100  # added to a row's seed in the control `again`
-PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2", "pyarrow.parquet")
+PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
 Run = tuple[str, int]  # a row, or a control of the first row, and a seed
@@ -51,7 +51,7 @@ def seed_of(run: Run) -> int:
 
 def arguments(table: Table, run: Run) -> list[str]:
     """Return the command line of a run, without its folder."""
-    row = table.rows.get(run[0]) or table.rows[table.first_row]
+    row = table.rows.get(run[0]) or next(iter(table.rows.values()))  # a control is of the first row
     execution = [f"preset={table.lab.preset}", *EXECUTION, f"trainer.seed={seed_of(run)}"]
     return [*execution, *table.lab.keys, *row.keys, *row.lab_keys]
 
@@ -99,7 +99,8 @@ def train(table: Table, run: Run) -> None:
 def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
     """Train these runs, ``jobs`` side by side.
 
-    No pool of threads may start in this process: a fork copies its locks, and not its threads.
+    No pool of threads may start in this process, and pyarrow starts one: a fork copies its locks,
+    and not its threads.
     """
     for module in (*PRELOADED, recipes.trainer_of(table.recipe).partition(":")[0]):
         importlib.import_module(module)
@@ -150,18 +151,18 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> int:
 
 def collect(table: Table, seeds: Sequence[int], records: Mapping[Run, Any]) -> Numbers:
     """Return what is committed of a table: each seed's measures, and where they come from."""
-    every = records.values()
     values = {
         name: {
             arm: [measured(measure, records[arm, seed]["metrics"]) for seed in seeds]
-            for arm in dict.fromkeys(arm for arm, _ in records)
+            for arm, seed in records
+            if seed == seeds[0]
         }
         for name, measure in table.lab.measures.items()
     }
+    every = records.values()
     return {
         "digest": table.digest,
         "seeds": list(seeds),
-        "runs": len(every),
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in every)),
         "commits": sorted({record["commit"] for record in every}),
         "base": sorted({record["base"] for record in every}),
@@ -218,16 +219,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default 2)")
     parser.add_argument("--seeds", type=int, help="fewer than the table's: a pilot without a page")
     args = parser.parse_args()
+    at_paper_scale = os.environ.get("SCALE") == "paper"
     try:
         tables = {table.name: table for table in tables_of(args.recipe)}
         if args.table is None:
             print("\n".join(map(page.summary, tables.values())))
             return 0
         table = tables.get(args.table)
-        if table is None or not (table.lab or os.environ.get("SCALE") == "paper"):
+        if table is None or not (table.lab or at_paper_scale):
             rule = "is no table" if table is None else "has no miniature, set SCALE=paper"
             raise InputError(f"table={args.table}: {rule}; choose one of {', '.join(tables)}")
-        if os.environ.get("SCALE") == "paper":
+        if at_paper_scale:
             return work_at_paper_scale(table)
         return work(table, range(1, (args.seeds or table.lab.seeds) + 1), args.jobs)
     except InputError as error:

@@ -29,7 +29,6 @@ WORDS = {  # fields that decide neither numbers nor verdicts
     "statements": {"__all__": {"says", "headline"}},
     "lab": {"about", "prepare"},
 }
-Keys = tuple[str, ...]
 Numbers = Mapping[str, Any]  # results/tables/<id>.json; values: measure -> arm -> a number a seed
 
 
@@ -38,38 +37,31 @@ class Part(BaseModel):
 
 
 class Paper(Part):
-    """Where the numbers stand, and what the paper's size needs beside the rows' scripts."""
-
     title: str
     table: str
     link: str
     unit: str
     note: str = ""  # which numbers are left out, and why
-    data: tuple[str, ...] = ()  # commands that make the data
-    needs: str = "nothing else"  # what a person starts
-
-
-class Pair(Part):
-    says: str
-    row: str
-    against: str
-    measure: str = ""  # the first one if empty
+    data: tuple[str, ...] = ()  # commands that make the data of the paper's size
+    needs: str = "nothing else"  # what a person starts before them
 
 
 class Row(Part):
-    """A row of the paper. ``keys`` change both scales, ``lab_keys`` the miniature alone."""
-
     label: str
     paper: float | None = None
     against: str = ""  # the row that it is compared with
     script: str = ""
-    keys: Keys = ()
-    lab_keys: Keys = ()
+    keys: tuple[str, ...] = ()
+    lab_keys: tuple[str, ...] = ()  # in the miniature alone
 
 
-class Statement(Pair):
+class Statement(Part):
+    says: str
+    row: str
+    against: str
     expects: Literal["above", "below", "equal"]
     margin: float = 0.0  # of equal, in points
+    measure: str = ""  # the first one if empty
     headline: bool = False  # a line of the top README
 
 
@@ -88,12 +80,12 @@ class Lab(Part):
     seeds: int = Field(ge=2)
     measures: dict[str, Measure] = Field(min_length=1)
     prepare: tuple[str, ...] = ()
-    keys: Keys = ()
+    keys: tuple[str, ...] = ()
     controls: tuple[Literal["again", "rewards_of_others"], ...] = ()
 
 
 class Table(Part):
-    """A checked file. The first row is the reference of the controls."""
+    """A checked file. Controls are compared with the first row."""
 
     recipe: str
     name: str
@@ -111,24 +103,14 @@ class Table(Part):
         return f"bash recipes/{self.recipe}/reproduce.sh {self.name}"
 
     @property
-    def first_row(self) -> str:
-        return next(iter(self.rows))
-
-    @property
-    def pairs(self) -> dict[str, Pair]:
-        """Each row and control that is compared with another row, with that one."""
-        controls = self.lab.controls if self.lab else ()
-        compared = {name: (row.label, row.against) for name, row in self.rows.items()}
-        compared |= {name: (f"control: {name}", self.first_row) for name in controls}
-        return {
-            name: Pair(says=f"{label} (from {against})", row=name, against=against)
-            for name, (label, against) in compared.items()
-            if against
-        }
-
-    @property
     def digest(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude=WORDS).encode()).hexdigest()[:16]
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """The rows and controls that are compared with a row, each with that one."""
+        rows = {name: row.against for name, row in self.rows.items() if row.against}
+        return rows | dict.fromkeys(self.lab.controls, next(iter(self.rows)))
 
     def numbers(self) -> Numbers | None:
         """Return the committed numbers; None if there are none of this version of the file."""
@@ -136,35 +118,26 @@ class Table(Part):
         numbers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return numbers if numbers.get("digest") == self.digest else None
 
-    def paper_gap(self, pair: Pair) -> float | None:
+    def paper_gap(self, row: str, against: str, measure: str = "") -> float | None:
         """Return the difference in the paper, of the first measure; None if it is unknown."""
-        rows = [self.rows.get(name) for name in (pair.row, pair.against)]
-        if pair.measure or None in rows or None in (numbers := [row.paper for row in rows]):
-            return None
-        return numbers[0] - numbers[1]
+        here, there = (self.rows[name].paper for name in (row, against))
+        return None if measure or here is None or there is None else here - there
 
-    def gap(self, numbers: Numbers, pair: Pair) -> Estimate:
-        """Return the pair's difference in points, paired by seed, with Student's 95 % interval."""
-        values = numbers["values"][pair.measure or next(iter(self.lab.measures))]
-        return t_interval(
-            [a - b for a, b in zip(values[pair.row], values[pair.against], strict=True)]
-        )
+    def gap(self, numbers: Numbers, row: str, against: str, measure: str = "") -> Estimate:
+        """Return the difference in points, paired by seed, with Student's 95 % interval."""
+        values = numbers["values"][measure or next(iter(self.lab.measures))]
+        return t_interval([a - b for a, b in zip(values[row], values[against], strict=True)])
 
-    def failed_controls(self, numbers: Numbers) -> list[str]:
-        """Return the controls that contradict their expectation.
+    def fails(self, numbers: Numbers, control: str) -> bool:
+        """Return whether a control contradicts its expectation.
 
         ``again`` must not differ from the first row, ``rewards_of_others`` must end below it.
         """
-        failed = []
-        for name in self.lab.controls:
-            gap = self.gap(numbers, self.pairs[name])
-            error = (gap.high - gap.value) / t_quantile(gap.n - 1)
-            if name == "rewards_of_others":
-                wrong = gap.high >= 0
-            else:
-                wrong = error > 0 and 1 - t_probability(abs(gap.value) / error, gap.n - 1) < AGAIN_P
-            failed += [name] * wrong
-        return failed
+        gap = self.gap(numbers, control, next(iter(self.rows)))
+        if control == "rewards_of_others":
+            return gap.high >= 0
+        error = (gap.high - gap.value) / t_quantile(gap.n - 1)
+        return error > 0 and 1 - t_probability(abs(gap.value) / error, gap.n - 1) < AGAIN_P
 
     def verdict(self, numbers: Numbers, statement: Statement) -> str:
         """Return whether a statement holds, fails or is not seen, by a rule fixed before the runs.
@@ -172,23 +145,21 @@ class Table(Part):
         A direction holds if the interval lies on the expected side of 0 and fails if it lies on the
         other side. Equality holds if it lies within the margin and fails if it lies outside.
         """
-        if self.failed_controls(numbers):
+        if any(self.fails(numbers, control) for control in self.lab.controls):
             return "no verdict: a control failed"
-        gap, margin = self.gap(numbers, statement), statement.margin
+        margin = statement.margin
+        gap = self.gap(numbers, statement.row, statement.against, statement.measure)
         above, below = gap.low > margin, gap.high < -margin
-        within = -margin < gap.low and gap.high < margin
-        holds, fails = {
-            "above": (above, below),
-            "below": (below, above),
-            "equal": (within, above or below),
-        }[statement.expects]
+        if statement.expects == "equal":
+            holds, fails = -margin < gap.low and gap.high < margin, above or below
+        else:
+            holds, fails = (above, below) if statement.expects == "above" else (below, above)
         return "holds" if holds else "fails" if fails else "not seen"
 
 
 def tables_of(recipe: str = "*") -> list[Table]:
     """Return a paper's tables, or all. Raises InputError for none, or for a wrong file."""
-    paths = sorted(ROOT.glob(f"recipes/{recipe}/tables/*.yaml"))
-    if not paths:
+    if not (paths := sorted(ROOT.glob(f"recipes/{recipe}/tables/*.yaml"))):
         known = sorted({path.parts[-3] for path in ROOT.glob("recipes/*/tables/*.yaml")})
         raise InputError(f"recipe={recipe}: has no tables; choose one of {', '.join(known)}")
     return [read_table(path) for path in paths]
@@ -203,12 +174,13 @@ def read_table(path: Path) -> Table:
     except (yaml.YAMLError, TypeError) as error:
         problems = [f"is no mapping in YAML ({' '.join(str(error).split())}); correct it"]
     except ValidationError as error:
-        fixes = {"extra_forbidden": "remove it", "missing": "add it"}
-        problems = [
-            f"{'.'.join(map(str, one['loc']))}={one['input']!r:.60}: {one['msg']}; "
-            f"{fixes.get(one['type'], 'change it')}"
-            for one in error.errors()
-        ]
+        problems = []
+        for one in error.errors():
+            fix = {"extra_forbidden": "remove it", "missing": "add it"}.get(
+                one["type"], "change it"
+            )
+            key = ".".join(map(str, one["loc"]))
+            problems.append(f"{key}={one['input']!r:.60}: {one['msg']}; {fix}")
     if problems:
         raise InputError([f"{path}: {problem}" for problem in problems])
     return table
@@ -216,16 +188,16 @@ def read_table(path: Path) -> Table:
 
 def contradictions(table: Table) -> Iterator[str]:
     """Yield what the fields say of each other that cannot be."""
-    statements = {f"statements.{n}": each for n, each in enumerate(table.statements)}
-    for place, pair in {**table.pairs, **statements}.items():
-        for name in {pair.row, pair.against} - {*table.rows, *table.pairs}:
-            yield f"{place}={name}: is no row; choose one of {', '.join(table.rows)}"
-    for place, statement in statements.items():
-        if (statement.expects == "equal") != (statement.margin > 0):
-            yield f"{place}.margin={statement.margin:g}: belongs to equal alone; change it"
-        if not table.lab or statement.measure not in ("", *table.lab.measures):
-            yield f"{place}.measure={statement.measure}: is not in lab.measures; add it there"
     for name, row in table.rows.items():
+        if row.against not in ("", *table.rows):
+            yield f"rows.{name}.against={row.against}: is no row; name one"
         for key in (*row.keys, *row.lab_keys):
             if not re.match(r"[\w.]+=", key):
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
+    for number, each in enumerate(table.statements):
+        for name in {each.row, each.against} - table.rows.keys():
+            yield f"statements.{number}={name}: is no row; name one"
+        if (each.expects == "equal") != (each.margin > 0):
+            yield f"statements.{number}.margin={each.margin:g}: belongs to equal alone; change it"
+        if not table.lab or each.measure not in ("", *table.lab.measures):
+            yield f"statements.{number}.measure={each.measure}: is not in lab.measures; add it"
