@@ -19,15 +19,13 @@ from data_preprocess.schema import make_row
 HUB = "hiyouga/geometry3k"
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the "
-    "final answer. "
-    "The reasoning process MUST BE enclosed within <think> </think> tags. "
+    "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
     r"The final answer MUST BE put in \boxed{}."
 )
 
 
 def stored(image: Any) -> dict[str, Any]:
-    """Return a picture as a parquet file holds it: as it is, or the file of what ``datasets``
-    decoded."""
+    """Return a picture for a parquet file; one that ``datasets`` decoded is written as PNG."""
     if isinstance(image, dict):
         return {"bytes": image.get("bytes"), "path": image.get("path")}
     file = io.BytesIO()
@@ -36,22 +34,22 @@ def stored(image: Any) -> dict[str, Any]:
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    """Return the row of a question, None without an answer. The question has the place of its
-    figure already."""
-    problem, answer, images = (
-        example["problem"],
-        example["answer"],
-        [stored(image) for image in example["images"]],
-    )
+    """Return the row of a question, None without an answer.
+
+    Most questions have the marker of their figure already.
+    """
+    problem = example["problem"]
+    answer = example["answer"]
+    images = [stored(image) for image in example["images"]]
     if not answer:
         return None
     if MARKER not in problem:
         problem = MARKER * len(images) + problem
     prompt = [{"role": "user", "content": f"{problem} {INSTRUCTION}"}]
-    made = make_row(
+    text_row = make_row(
         HUB, prompt, answer, "math", split=split, index=index, answer=answer, question=problem
     )
-    return {**made, "images": images}
+    return {**text_row, "images": images}
 
 
 SOURCE = Source(name="geo3k", hub=HUB, config=None, folder="~/data/geo3k", make_row=row)

@@ -28,7 +28,8 @@ def gold(example: Example) -> str | None:
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    problem, answer = example["problem"], gold(example)
+    problem = example["problem"]
+    answer = gold(example)
     if not answer:
         return None
     prompt = [{"role": "user", "content": f"{problem} {INSTRUCTION}"}]

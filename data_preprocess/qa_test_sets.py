@@ -1,13 +1,13 @@
-"""The seven test sets of Search-R1: NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and
-Bamboogle.
+"""The seven test sets of Search-R1.
 
-    python -m data_preprocess.qa_test_sets --local_dir ~/data/search_r1/test [--prompt r1] [--sets
-    nq bamboogle]
+    python -m data_preprocess.qa_test_sets --local_dir ~/data/search_r1/test \\
+        [--prompt r1] [--sets nq bamboogle] \\
         [--local_dataset_path FLASHRAG_FOLDER | nq=FILE triviaqa=FILE ...]
 
-Writes one file a set (``nq.parquet``, ...), so that ``data.val_max_samples`` counts for every set
-on its own: validate on 128 questions of each while training, and on all 51,713 at the end. The test
-split is taken, else dev, else train, as in the published script; no row is left out.
+They are NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle. Each has a file of
+its own (``nq.parquet``, ...), so that ``data.val_max_samples`` counts for every set: validate on
+128 questions of each while training, and on all 51,713 at the end. The test split is taken, else
+dev, else train, as in the published script; no row is left out.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ SIZES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 with a line on stderr."""
-    args = arguments("qa_test_sets", __doc__, "~/data/search_r1/test", tuple(SIZES)).parse_args(
-        argv
-    )
-    if announced(
-        args.local_dataset_path, args.hub, args.local_dir, [f"{name}.parquet" for name in args.sets]
-    ):
+    parser = arguments("qa_test_sets", __doc__, "~/data/search_r1/test", tuple(SIZES))
+    args = parser.parse_args(argv)
+    files = [f"{name}.parquet" for name in args.sets]
+    if announced(args.local_dataset_path, args.hub, args.local_dir, files):
         return 0
     local = local_files(args.local_dataset_path)
     try:
         for name in args.sets:
             split, examples = examples_of(name, ("test", "dev", "train"), local, args.hub)
             rows = [
-                make_qa_row(name, e, split, index, PROMPTS[args.prompt])
-                for index, e in enumerate(examples)
+                make_qa_row(name, example, split, index, PROMPTS[args.prompt])
+                for index, example in enumerate(examples)
             ]
             print(write_rows(Path(args.local_dir) / f"{name}.parquet", rows))
             if len(rows) != SIZES[name]:

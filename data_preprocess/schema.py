@@ -1,5 +1,4 @@
-"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader
-accepts them.
+"""Rows of the schema of ``core/data/parquet.py``, written so that a reader accepts them.
 
 Checking a finished file is ``data_preprocess.check``; reading one for training is core's.
 """
@@ -35,8 +34,10 @@ def make_row(
     ability: str,
     **extra_info: Any,
 ) -> dict[str, Any]:
-    """Return a row that a rule grades. ``extra_info`` should hold ``split`` and ``index``, which
-    name the question."""
+    """Return a row that a rule grades.
+
+    ``extra_info`` should hold ``split`` and ``index``, which name the question.
+    """
     return {
         "data_source": data_source,
         "prompt": prompt if isinstance(prompt, str) else [dict(message) for message in prompt],
@@ -63,9 +64,9 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
     try:
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(rows))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        fix = "a column holds one type, reward_model.ground_truth too"
         raise InputError(
-            [f"{path}: the rows do not fit into one schema ({error}); {fix}"]
+            f"{path}: the rows do not fit into one schema ({error}); a column holds one type, "
+            "reward_model.ground_truth too"
         ) from error
     with replacing(path) as partial:
         pq.write_table(table, partial)

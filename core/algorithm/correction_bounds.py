@@ -93,13 +93,15 @@ def _criterion(name: str, spec: str, lower: float | None) -> Criterion:
 def threshold_problems(config: Config) -> list[Problem]:
     """Return the problem of thresholds that cannot be read, or do not fit what they bound."""
     correction = config.algorithm.rollout_correction
-    weight, statistics = correction.rollout_is_threshold, correction.rollout_rs
+    weight = correction.rollout_is_threshold
+    statistics = correction.rollout_rs
     try:
         if weight_bounds(weight).upper < 1:
             raise ValueError(f"rollout_is_threshold={weight} is below 1, where nothing differs")
         if statistics is not None:
-            thresholds = correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower
-            criteria(statistics, *thresholds)
+            criteria(
+                statistics, correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower
+            )
     except ValueError as error:
         rule = f"its thresholds do not fit: {error}"
         fix = f"set {SECTION}.rollout_rs_threshold: 2.0 for token, 1.001 for geometric, say"
