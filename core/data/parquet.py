@@ -160,7 +160,7 @@ class ExampleFile:
         }
         # A table, or a list of lines, neither of which is Python objects yet
         if here.suffix.lower() in JSON_LINES:
-            self._stored: Any = _read_lines(where, here, required)
+            self._stored: Any = read_lines(where, here, required)
         else:
             self._stored = _read_table(where, here, required, ("extra_info", image_key, *MEDIA))
         if len(self) == 0:
@@ -282,7 +282,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _read_lines(where: str, path: Path, required: Mapping[str, str]) -> list[bytes]:
+def read_lines(where: str, path: Path, required: Mapping[str, str]) -> list[bytes]:
     """Return the lines of a file that are not blank. The first one must have the required keys."""
     try:
         stored = path.read_bytes().removeprefix(codecs.BOM_UTF8)

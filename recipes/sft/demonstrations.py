@@ -1,4 +1,4 @@
-"""Demonstrations: lines of parquet files as token ids, and the mask of those that are trained on.
+"""Demonstrations: rows of parquet or JSON lines as token ids, and the mask of what is trained on.
 
 A file has one of three forms, told by its columns, in this order:
 
@@ -37,7 +37,19 @@ import numpy as np
 import torch
 
 from core.data import vocabulary
-from core.data.parquet import JSON_LINES, Example, ExampleFile, Problems, message_of, without_nulls
+from core.data.parquet import (
+    JSON_LINES,
+    LINE_ERRORS,
+    LINE_FIX,
+    LINE_RULE,
+    Example,
+    ExampleFile,
+    Problems,
+    message_of,
+    parse_line,
+    read_lines,
+    without_nulls,
+)
 from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
 from core.errors import InputError
 from core.files import local_path
@@ -52,6 +64,7 @@ log = logging.getLogger(__name__)
 IDS = ("prompt_ids", "response_ids", "response_mask")
 TEXTS = "prompt"  # beside IDS: what the ids of the prompt decode to
 ASSISTANT = "assistant"
+FORMS = "recipes/sft/README.md has the forms of files"
 # Keys by which a message is left out of the loss: OpenAI's, and those of ms-swift and axolotl
 WEIGHTS = ("weight", "loss_mask", "loss", "train")
 
@@ -259,21 +272,21 @@ class DemonstrationFiles:
     def load(self, paths: Iterable[str], choose: Choose) -> None:
         """Read, check and tokenise the files. Raises InputError with every problem of all of
         them."""
-        tables: list[tuple[str, Any]] = []
+        files: list[tuple[str, Rows]] = []
         errors: list[str] = []
         for path in paths:  # one that is listed twice counts twice
             try:
-                tables.append((path, _read(path, self.config)))
+                files.append((path, _read(path, self.config)))
             except InputError as error:
                 errors += error.problems
         if errors:
             raise InputError(errors)
-        problems, sizes = Problems(), [table.num_rows for _, table in tables]
-        for (path, table), numbers in zip(tables, choose(sizes), strict=True):
-            self.measured += self._fitting(path, table, numbers, problems)
+        problems, sizes = Problems(), [len(rows) for _, rows in files]
+        for (path, rows), numbers in zip(files, choose(sizes), strict=True):
+            self.measured += self._fitting(path, rows, numbers, problems)
         problems.raise_if_any()
         if self.measured and not any(self._is_ended(one) for one in self.measured):
-            names = ", ".join(path for path, _ in tables)
+            names = ", ".join(path for path, _ in files)
             ends = ", ".join(
                 repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends)
             )
@@ -320,13 +333,14 @@ class DemonstrationFiles:
         return list(takewhile(lambda message: message["role"] != ASSISTANT, messages))
 
     def _fitting(
-        self, path: str, table: Any, numbers: Sequence[int], problems: Problems
+        self, path: str, rows: Rows, numbers: Sequence[int], problems: Problems
     ) -> Iterator[Demonstration]:
         """Yield a file's demonstrations, within the limit; log how many were cut or left out."""
         out, cut, longest = 0, 0, 0
         for number in numbers:
-            row = table.slice(int(number), 1).to_pylist()[0]
-            one = self._demonstration(path, int(number), row, problems)
+            row = rows[int(number)]
+            nested = isinstance(rows, TableRows)
+            one = self._demonstration(path, int(number), row, problems, nested=nested)
             if one is None:
                 continue
             longest = max(longest, len(one))
@@ -354,7 +368,7 @@ class DemonstrationFiles:
             cut += len(one) > self.limit
             self._questions.setdefault(path, []).append(question_hash(self._prompt(row)))
             yield kept
-        told = f"{path}: {table.num_rows} rows, longest demonstration {longest} tokens"
+        told = f"{path}: {len(rows)} rows, longest demonstration {longest} tokens"
         log.info(f"{told}, {out} left out and {cut} cut, longer than {self.limit} tokens")
         if out and out == len(numbers):
             rule = (
@@ -366,10 +380,10 @@ class DemonstrationFiles:
             )
 
     def _demonstration(
-        self, path: str, number: int, row: Mapping[str, Any], problems: Problems
+        self, path: str, number: int, row: Mapping[str, Any], problems: Problems, *, nested: bool
     ) -> Demonstration | None:
         try:
-            found = self._of(row)
+            found = self._of(row, nested)
             if not found.mask.any():
                 raise DemonstrationError("nothing of a row is trained on", "leave the row out")
             if found.mask[0]:
@@ -383,7 +397,8 @@ class DemonstrationFiles:
             problems.add(path, *error.args, number)
         return None
 
-    def _of(self, row: Mapping[str, Any]) -> Demonstration:
+    def _of(self, row: Mapping[str, Any], nested: bool) -> Demonstration:
+        """Read a row. ``nested`` tells that parquet added fields of other rows to it."""
         config, arguments = self.config, {}
         if IDS[0] in row:
             return self.writer.written(row[TEXTS], row)
@@ -393,10 +408,10 @@ class DemonstrationFiles:
             arguments["enable_thinking"] = row[config.enable_thinking_key]
         writer = self.writer.with_arguments(**arguments)
         if config.messages_key in row:
-            return writer.chat(_messages(row[config.messages_key], config.messages_key))
+            return writer.chat(_messages(row[config.messages_key], config.messages_key, nested))
         prompt, response = _value(row, config.prompt_key), _value(row, config.response_key)
         if not isinstance(prompt, str):
-            prompt = _messages(prompt, config.prompt_key)
+            prompt = _messages(prompt, config.prompt_key, nested)
         if not isinstance(response, str) or not response.strip():
             raise DemonstrationError(
                 f"{config.response_key} must be text, and not empty", "fill it or leave the row out"
@@ -427,8 +442,8 @@ def _tools(value: Any, key: str) -> list[dict[str, Any]]:
     return without_nulls(tools)
 
 
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return a checked chat without the fields that parquet added to its messages."""
+def _messages(value: Any, key: str, nested: bool) -> list[dict[str, Any]]:
+    """Return a checked chat. ``nested``: without the fields that parquet added to its messages."""
     if not isinstance(value, list) or not value:
         raise DemonstrationError(
             f"{key} must be a list of messages, and not empty", "write role and content of each"
@@ -442,7 +457,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
             raise DemonstrationError(
                 f"{key} must hold text (images are not supported)", "make content a string"
             )
-    return [message_of(message, nested=True) for message in value]
+    return [message_of(message, nested=nested) for message in value]
 
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
@@ -470,58 +485,87 @@ def _value(row: Mapping[str, Any], key: str) -> Any:
     return row
 
 
-def _read(path: str, config: DemonstrationConfig) -> Any:
-    """Return the table of a file, with the columns of its form. Raises InputError."""
+class TableRows:
+    """The rows of a parquet table. Each becomes Python objects when it is read."""
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        return self.table.slice(number, 1).to_pylist()[0]
+
+
+Rows = TableRows | list[dict[str, Any]]
+
+
+def _read(path: str, config: DemonstrationConfig) -> Rows:
+    """Return the rows of a file, with the columns of its form. Raises InputError."""
+    place = Path(local_path(path, "data")).expanduser()
+    if not place.is_file():
+        rule = "is a folder" if place.is_dir() else "does not exist"
+        raise InputError(f"{path}: the file {rule}; {FORMS}")
+    is_lines = place.suffix.lower() in JSON_LINES
+    rows = _read_lines(path, place, config) if is_lines else _read_table(path, place, config)
+    if len(rows) == 0:
+        raise InputError(f"{path}: the file has no rows; {FORMS}")
+    return rows
+
+
+def _read_lines(path: str, place: Path, config: DemonstrationConfig) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, without columns that nothing reads."""
+    problems = Problems()
+    rows = []
+    for line in read_lines(path, place, {}):
+        try:
+            rows.append(parse_line(line))
+        except LINE_ERRORS as error:
+            problems.add(path, LINE_RULE, LINE_FIX, len(rows), str(error))
+            rows.append({})
+    problems.raise_if_any()
+    if any(row.get(config.image_key) for row in rows):
+        raise InputError(_pictures(path, config))
+    columns = _columns(path, set().union(*rows), config) if rows else []
+    return [{name: row[name] for name in columns if name in row} for row in rows]
+
+
+def _read_table(path: str, place: Path, config: DemonstrationConfig) -> TableRows:
+    """Return the rows of a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    place, make = (
-        Path(local_path(path, "data")).expanduser(),
-        ("recipes/sft/README.md has the forms of files"),
-    )
-    if not place.is_file():
-        raise InputError(
-            f"{path}: the parquet file "
-            f"{'is a folder' if place.is_dir() else 'does not exist'}; {make}"
-        )
-    if place.suffix.lower() in JSON_LINES:
-        rule = "holds JSON lines, and demonstrations are read from parquet alone"
-        fix = "write it with pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), ...)"
-        raise InputError(f"{path}: {rule}; {fix}")
     try:
         file = pq.ParquetFile(place)
         names = set(file.schema_arrow.names)
-        answer = [config.prompt_key.partition(".")[0], config.response_key.partition(".")[0]]
-        forms = ([*IDS, TEXTS], [config.messages_key], list(dict.fromkeys(answer)))
-        columns = next(
-            (form for form in forms if form[0] in names and names.issuperset(form)), None
-        )
-        if columns is None:
-            keys = (
-                f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
-            )
-            has = ", ".join(sorted(names)) or "no column"
-            raise InputError(
-                f"{path}: has neither chats nor answers ({keys}), only {has}; name "
-                f"the column by its key"
-            )
-        columns = [
-            *columns,
-            *({config.tools_key, config.enable_thinking_key} & names - set(columns)),
-        ]
-        column = config.image_key
-        if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
-            rule = (
-                f"column {column!r} (data.image_key) holds pictures, and fine-tuning reads "
-                f"text alone"
-            )
-            raise InputError(f"{path}: {rule}; leave the column out, or name another one")
-        table = file.read(columns=columns)
+        columns = _columns(path, names, config)
+        image = config.image_key
+        if image in names and file.read(columns=[image])[0].null_count < file.metadata.num_rows:
+            raise InputError(_pictures(path, config))
+        return TableRows(file.read(columns=columns))
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{path}: not a readable parquet file ({error}); {make}") from error
-    if table.num_rows == 0:
-        raise InputError(f"{path}: the parquet file has no rows; {make}")
-    return table
+        raise InputError(f"{path}: not a readable parquet file ({error}); {FORMS}") from error
+
+
+def _columns(path: str, names: Collection[str], config: DemonstrationConfig) -> list[str]:
+    """Return the columns of the form that a file has. Raises InputError if it has none."""
+    answer = [config.prompt_key.partition(".")[0], config.response_key.partition(".")[0]]
+    forms = ([*IDS, TEXTS], [config.messages_key], list(dict.fromkeys(answer)))
+    options = [config.tools_key, config.enable_thinking_key]
+    for form in forms:
+        if set(form) <= set(names):
+            return [*form, *(name for name in options if name in names and name not in form)]
+    keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
+    has = ", ".join(sorted(names)) or "no column"
+    rule = f"has neither chats nor answers ({keys}), only {has}"
+    raise InputError(f"{path}: {rule}; name the column by its key")
+
+
+def _pictures(path: str, config: DemonstrationConfig) -> str:
+    rule = f"column {config.image_key!r} (data.image_key) holds pictures"
+    fix = "leave the column out, or name another one"
+    return f"{path}: {rule}, and fine-tuning reads text alone; {fix}"
 
 
 def check_questions(config: DemonstrationConfig) -> None:

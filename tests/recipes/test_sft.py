@@ -604,8 +604,42 @@ def test_what_has_no_meaning_here_is_refused(subtests):
             )
 
 
-def test_json_lines_are_not_called_a_broken_parquet_file(tmp_path):
-    file = tmp_path / "chats.jsonl"
-    file.write_text('{"messages": []}\n')
-    with pytest.raises(InputError, match="chats.jsonl: holds JSON lines"):
-        demonstrations._read(str(file), DemonstrationConfig())
+def test_json_lines_are_the_demonstrations_that_parquet_holds(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": letter}]}
+        for letter in "bcd"
+    ]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    loaded = []
+    for path in (write_rows(tmp_path / "rows.parquet", rows), lines):
+        config = DemonstrationConfig(apply_chat_template_kwargs={"chat_template": TEMPLATE})
+        files = DemonstrationFiles(config, tokenizer(), {EOS})
+        files.load([str(path)], lambda sizes: [range(size) for size in sizes])
+        loaded.append([(one.ids.tolist(), one.mask.tolist()) for one in files.measured])
+    assert len(loaded[0]) == 3 and loaded[0] == loaded[1]
+
+
+def test_a_line_keeps_the_nulls_of_its_own_calls(tmp_path):
+    call = {"function": {"name": "f", "arguments": {"day": None}}}
+    chat = [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": None}]
+    chat[1]["tool_calls"] = [call]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
+    (row,) = demonstrations._read(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
+    read = demonstrations._messages(row["messages"], "messages", nested=False)
+    assert read == [{"role": "user", "content": "a"}, chat[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"messages": []}\n{"messages"', r"in 1 row \(1: "),
+        ('{"question": "a"}', "has neither chats nor answers"),
+        ('{"prompt": "a", "response": "b", "images": ["c"]}', "holds pictures"),
+        ("\n", "has no rows"),
+    ],
+)
+def test_json_lines_that_cannot_be_trained_on_are_refused(tmp_path, text, rule):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(InputError, match=f"rows.jsonl: .*{rule}"):
+        demonstrations._read(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
