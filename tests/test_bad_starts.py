@@ -81,7 +81,7 @@ def test_a_python_of_another_version_is_named():
     typed = "sys.argv[0] = '-m'\n"  # as it is while python -m looks for its module
     run = "runpy.run_module('recipes.grpo.main_grpo', run_name='__main__')"
     line = one_line(start("-c", pretend + typed + run))
-    assert line.startswith("Python 3.8: this repository needs 3.11 or 3.12; type make setup")
+    assert line.startswith("Python 3.8: this repository needs 3.11 to 3.14; type make setup")
 
 
 def test_a_half_made_environment_is_named_by_commands_and_run_scripts(tmp_path):
