@@ -222,7 +222,6 @@ def answering(
     cluster. Raises InputError for a model or an engine that cannot be had, and for prompts that do
     not fit into the model's positions.
     """
-    from core.cluster.workers import ray_backend
     from core.config.code_by_path import load_object
     from core.engines.engine import make_engine
     from core.learner.models import check_lengths
@@ -237,9 +236,9 @@ def answering(
     with ExitStack() as owned:
         with memory_phase("load"):
             if config.trainer.backend == "ray":
-                processes = ray_backend("ray_pools").RayProcesses(
-                    config, tokenizer, device, learners=False
-                )
+                from core.cluster.ray_pools import RayProcesses
+
+                processes = RayProcesses(config, device, learners=False)
                 owned.callback(processes.close)
                 engine = processes.engine
             else:

@@ -155,11 +155,14 @@ class Trainer:
 
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
-        from core.cluster.workers import LocalWorkers, ray_backend  # which import transformers
+        # Imported here, because they import transformers and ray
+        if self.config.trainer.backend == "ray":
+            from core.cluster.ray_workers import RayWorkers as Backend
+        else:
+            from core.cluster.workers import LocalWorkers as Backend
 
-        backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
         needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
-        return backend(self.config, self.tokenizer, device, **needs)
+        return Backend(self.config, self.tokenizer, device, **needs)
 
     def attach_engine(self, engine: Any) -> None:
         """Sample from this engine from now on."""

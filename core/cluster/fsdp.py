@@ -1,4 +1,4 @@
-"""Models sharded over ranks by PyTorch's FSDP2: how they are split, filled and gathered again.
+"""Shard models over ranks by PyTorch's FSDP2: how they are split, filled and gathered again.
 
 Gradients are summed over the ranks, not averaged: the loss weights of an optimizer step sum to one
 over all of them.
@@ -35,8 +35,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 class ProcessRanks(Ranks):
-    """The ranks of the default process group, ``together`` of which (neighbours) have the same
-    sequences."""
+    """The ranks of the default process group. ``together`` neighbours have the same sequences."""
 
     def __init__(self, together: int = 1) -> None:
         self.is_rank_zero = dist.get_rank() == 0
@@ -62,12 +61,11 @@ class ProcessRanks(Ranks):
 
 
 def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
-    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks
-    (``fsdp_size``).
+    """Return the ranks as copies of the model, each of ``copy_size`` ranks (``fsdp_size``).
 
-    A size below 1, or of more ranks than there are, stands for all of them.
-    Of a copy ``tensor`` neighbours share each layer (``layer_size``) and ``shard`` such groups the
-    rest. Axes of one rank are left out, but for ``shard``.
+    A size below 1, or of more ranks than there are, stands for all of them. The axes are
+    ``replicate`` (copies), ``shard`` and ``tensor`` (``layer_size`` neighbours that share each
+    layer). Axes of one rank are left out, except for ``shard``.
     """
     world = dist.get_world_size()
     size = copy_size if 0 < copy_size < world else world
@@ -82,8 +80,8 @@ def shard(
     """Split layers over ``layer_size`` ranks, shard every transformer block, then the rest.
 
     Parameters keep their dtype as masters. With ``offload_policy`` parameters, gradients and
-    optimizer live on the CPU together. Gradients are summed over the ranks that read other
-    sequences, and complete on each of ``layer_size``.
+    optimizer live on the CPU. Gradients are summed over the ranks that read other sequences. Each
+    of the ranks that share a layer has the complete sum.
     """
     dtype = compute_dtype(config.dtype)
     mesh = make_mesh(device, config.fsdp_size, layer_size)
@@ -101,22 +99,23 @@ def shard(
     blocks = [part for part in module.modules() if type(part).__name__ in names]
     for block in blocks:
         fully_shard(block, reshard_after_forward=True, **options)
-    # The root too is resharded: a pass without gradients must not leave weights behind that the
-    # next step outdates.
+    # The root is resharded too: weights that a pass without gradients left gathered would be old
+    # after the next step.
     fully_shard(module, reshard_after_forward=True, **options)
     for part in [*blocks, module]:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    module.forward_of = MethodType(
-        lambda self, function, *args, **kwargs: function(self, *args, **kwargs), module
-    )
+
+    def forward_of(self: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    module.forward_of = MethodType(forward_of, module)
     register_fsdp_forward_method(module, "forward_of")
     return module
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the moments of an optimizer. Its step counts stay where its implementation keeps
-    them."""
+    """Move the moments of an optimizer; its step counts stay where they are."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, DTensor):
@@ -138,51 +137,60 @@ def fill(
     *,
     everything: bool = True,
 ) -> None:
-    """Copy the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor
-    at a time.
+    """Copy the weights of rank 0's ``source`` into the ranks' shards, one tensor at a time.
 
-    ``everything`` includes buffers and frozen weights, which a checkpoint leaves unchanged.
+    ``source`` is None on other ranks. ``everything`` includes buffers and frozen weights, which a
+    checkpoint leaves unchanged.
     """
     lead = dist.get_rank() == 0
     values = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
 
     def broadcast(like: Tensor, value: Tensor | None) -> Tensor:
-        whole = (
-            torch.empty(like.shape, dtype=like.dtype, device=device)
-            if value is None
-            else value.to(device)
-        )
+        if value is None:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+        else:
+            whole = value.to(device)
         dist.broadcast(whole, 0)
         return whole
 
     for name, parameter in module.named_parameters():
-        if not (everything or parameter.requires_grad):
-            continue
-        whole = broadcast(parameter, values[name].detach() if lead else None)
-        mine = distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        parameter.to_local().copy_(mine.to_local())
-    for name, buffer in list(module.named_buffers()) if everything else ():
-        owner, _, leaf = name.rpartition(".")
-        setattr(
-            module.get_submodule(owner),
-            leaf,
-            broadcast(buffer, source.get_buffer(name) if lead else None),
-        )
+        if everything or parameter.requires_grad:
+            whole = broadcast(parameter, values[name].detach() if lead else None)
+            parameter.to_local().copy_(local_part(parameter, whole))
+    if everything:
+        for name, buffer in list(module.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            whole = broadcast(buffer, source.get_buffer(name) if lead else None)
+            setattr(module.get_submodule(owner), leaf, whole)
 
 
-def own_part(parameter: nn.Parameter, whole: Tensor, *, device: torch.device) -> Tensor:
-    """Return this rank's part, on a device, of a tensor of a sharded parameter's shape; any other
-    (a count) whole."""
+def local_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have whole, as a parameter is sharded."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def rank_part(parameter: nn.Parameter, whole: Tensor, *, device: torch.device) -> Tensor:
+    """Return this rank's part, on a device, of a parameter's optimizer state.
+
+    A tensor of another shape than the parameter's (a count of steps) stays whole.
+    """
     if whole.shape != parameter.shape:
         return whole.to(device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    own = distribute_tensor(
-        whole.to(mesh.device_type), mesh, placements, src_data_rank=None
-    ).to_local()
-    shape = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(own.to(device), mesh, placements, run_check=False, **shape)
+    part = local_part(parameter, whole.to(parameter.device_mesh.device_type)).to(device)
+    return like_sharded(parameter, part)
+
+
+def like_sharded(value: DTensor, part: Tensor) -> DTensor:
+    """Return a tensor of which this rank holds ``part``, sharded as ``value`` is."""
+    return DTensor.from_local(
+        part,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 @torch.no_grad()
@@ -191,9 +199,11 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
 
     Tied weights share a tensor.
     """
-    lead, state, seen = dist.get_rank() == 0, {}, {}
+    lead = dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    seen: dict[int | str, Tensor | None] = {}
     for name, value in weights:
-        # What was merged is gone before the next comes
+        # A merged weight is gone before the next comes, and its id may come again
         key = id(value) if isinstance(value, nn.Parameter) else name
         if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -203,13 +213,11 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
 
 
 def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a weight whole, in a number format and on a device; all ranks that share it must call.
+    """Return a weight whole, in a dtype and on a device. All ranks that share it must call.
 
     The shards are converted first, so that what travels has the size of ``dtype``, and what FSDP2
     offloaded travels between the GPUs.
     """
     if not isinstance(value, DTensor):
         return value.detach().to(device, dtype)
-    part = value.detach().to_local().to(device, dtype)
-    options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
-    return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
+    return like_sharded(value, value.detach().to_local().to(device, dtype)).full_tensor()

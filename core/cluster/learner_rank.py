@@ -1,7 +1,6 @@
 """This rank's part of the models that several processes share.
 
-The passes and updates are those of ``core.learner.learner``; how a model is sharded, of
-``core.cluster.fsdp``.
+Passes and updates are those of :mod:`core.learner.learner`. :mod:`core.cluster.fsdp` shards models.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.cluster.fsdp import (
@@ -24,7 +23,7 @@ from core.cluster.fsdp import (
     gather,
     gathered,
     move_state,
-    own_part,
+    rank_part,
     reshard,
     shard,
 )
@@ -53,13 +52,14 @@ class LearnerRank(Models):
         self.parts = {**self.trained, **self.frozen}
 
     def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
-        """Shard a model without weights and fill it; a copy is kept for names and exports."""
+        """Shard a model without weights and fill it. A copy is kept for names and exports."""
+        config = self.fsdp[name]
         source = make(False) if self.lead else None
-        skeleton, config = make(True), self.fsdp[name]
-        self.skeletons[name] = copy.deepcopy(skeleton)
+        module = make(True)
+        self.skeletons[name] = copy.deepcopy(module)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
-        module = shard(skeleton, config, self.device, sharing.tensor_model_parallel_size)
+        shard(module, config, self.device, sharing.tensor_model_parallel_size)
         module.to_empty(device="cpu" if config.offload_policy else self.device)
         fill(module, source, self.device)
         if config.param_offload:
@@ -67,29 +67,27 @@ class LearnerRank(Models):
         return module
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        """Return how neighbours share a model's passes: those that share a layer next to each
-        other."""
-        mesh, tokens = None, sharing.ulysses_sequence_parallel_size
-        if tokens > 1:
-            shape = (
-                dist.get_world_size() // sharing.together,
-                tokens,
-                sharing.tensor_model_parallel_size,
-            )
-            mesh = init_device_mesh(
-                self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor")
-            )["sequence"]
+        """Return how ranks share a model's passes. Ranks that share a layer are neighbours."""
+        mesh = None
+        if sharing.ulysses_sequence_parallel_size > 1:
+            axes = {
+                "rows": dist.get_world_size() // sharing.together,
+                "sequence": sharing.ulysses_sequence_parallel_size,
+                "tensor": sharing.tensor_model_parallel_size,
+            }
+            sizes, names = tuple(axes.values()), tuple(axes)
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)["sequence"]
         return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 
     @contextmanager
     def at_work(self, name: str, *, updates: bool = False) -> Iterator[None]:
-        """Have a model on the device for the time of a phase, with the optimizer's state where the
-        phase ``updates``.
+        """Have a model on the device during a phase, and its optimizer if the phase ``updates``.
 
         Both are brought there, and back, where ``param_offload`` and ``optimizer_offload`` keep
         them in host memory.
         """
-        part, config = self.parts[name], self.fsdp[name]
+        part = self.parts[name]
+        config = self.fsdp[name]
         if config.param_offload:
             part.module.to(self.device)
         if config.optimizer_offload and updates:
@@ -105,6 +103,8 @@ class LearnerRank(Models):
             if config.param_offload or config.optimizer_offload:
                 torch.cuda.empty_cache()
 
+    # -- weights for engines ---------------------------------------------------------------------
+
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
         ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
@@ -112,28 +112,30 @@ class LearnerRank(Models):
             return ids, probe_log_probs(self.actor)
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
-        """Return the policy's weights without their values, as an engine of this number format gets
-        them."""
-        found: dict[int | str, Weight] = {}
+        """Return the policy's weights without values, as an engine of this dtype gets them."""
+        weights: dict[int | str, Weight] = {}
         for name, value in merged_weights(self.skeletons["actor"]):
-            # What was merged is gone before the next comes, and its id may come again.
+            # A merged weight is gone before the next comes, and its id may come again
             key = id(value) if isinstance(value, nn.Parameter) else name
-            names = (*found[key].names, name) if key in found else (name,)
-            found[key] = Weight(
-                names, tuple(value.shape), dtype if value.is_floating_point() else value.dtype
-            )
-        return [*found.values()]
+            names = (*weights[key].names, name) if key in weights else (name,)
+            weight_dtype = dtype if value.is_floating_point() else value.dtype
+            weights[key] = Weight(names, tuple(value.shape), weight_dtype)
+        return [*weights.values()]
 
     def buckets(
         self, weights: Sequence[Weight], limit: int, staging: Staging | None
     ) -> Iterator[Bucket]:
-        """Gather the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
+        """Gather the policy's weights into buckets of ``limit`` bytes, on all ranks at once."""
         dtypes = {weight.names[0]: weight.dtype for weight in weights}
-        named = (
-            (name, value) for name, value in merged_weights(self.actor.module) if name in dtypes
-        )
-        wholes = (gathered(value, dtypes[name], self.device) for name, value in named)
-        return pack(weights, wholes, limit, staging)
+
+        def whole_weights() -> Iterator[Tensor]:
+            for name, value in merged_weights(self.actor.module):
+                if name in dtypes:
+                    yield gathered(value, dtypes[name], self.device)
+
+        return pack(weights, whole_weights(), limit, staging)
+
+    # -- checkpoints -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def save(self, folder: str) -> dict[str, str]:
@@ -142,60 +144,62 @@ class LearnerRank(Models):
         All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote
         and put on disk.
         """
-        rank, ranks, written = dist.get_rank(), dist.get_world_size(), {}
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        written = {}
         for name, part in self.trained.items():
             hashes = self.save_weights(name, part.module, Path(folder, name))
             written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
-            own = {}  # of the optimizer the tensors of each weight, whole, by one rank in rotation
+            states = {}  # of the optimizer: all tensors of a weight, by one rank in rotation
             for number, (_, tensors) in enumerate(saving.optimizer_tensors(part)):
                 for stored, value in tensors:
                     whole = gathered(value, value.dtype, self.device)
                     if number % ranks == rank:
-                        own[stored] = whole.cpu()
+                        states[stored] = whole.cpu()
             path = f"{name}/{saving.OPTIMIZER}"
-            hashes = saving.save_files(
-                {f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, Path(folder, path)
-            )
+            files = {f"{rank + 1:05}-of-{ranks:05}.safetensors": states}
+            hashes = saving.save_files(files, Path(folder, path))
             written |= {f"{path}/{file}": sha256 for file, sha256 in hashes.items()}
         return written
 
     def save_weights(self, name: str, module: nn.Module, folder: Path) -> dict[str, str]:
         """Write a model's weights: each file of a large model by one rank, in rotation."""
         skeleton = self.skeletons[name]
+        adapters = has_adapters(module)
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
-        files = None if has_adapters(module) else saving.weight_files(skeleton)
+        files = None if adapters else saving.weight_files(skeleton)
         if files is None:  # weights that are few, or that transformers converts on saving
-            whole = gather(
-                trained_weights(module).items() if has_adapters(module) else merged_weights(module)
-            )
+            weights = trained_weights(module).items() if adapters else merged_weights(module)
+            whole = gather(weights)
             if self.lead:
                 saving.save_model(skeleton, tokenizer, folder, whole)
             dist.barrier()
             return {}
         file_of = {weight: file for file, names in files.items() for weight in names}
-        own = {file: {} for file in list(files)[dist.get_rank() :: dist.get_world_size()]}
+        of_rank = {file: {} for file in list(files)[dist.get_rank() :: dist.get_world_size()]}
         for weight, value in module.state_dict(keep_vars=True).items():
             if weight in file_of:
                 whole = gathered(value, value.dtype, self.device)  # all ranks must call it
-                if file_of[weight] in own:
-                    own[file_of[weight]][weight] = whole.cpu()
+                if file_of[weight] in of_rank:
+                    of_rank[file_of[weight]][weight] = whole.cpu()
         if self.lead:
-            saving.export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
+            saving.export_hf(skeleton, tokenizer, folder, state_dict={})  # all but the weights
             saving.write_index(skeleton, files, folder)
         dist.barrier()  # the folder is there
-        return saving.save_files(own, folder)
+        return saving.save_files(of_rank, folder)
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""
         for name, part in self.trained.items():
-            own, skeleton, whole = Path(folder, name), self.skeletons[name], None
+            saved = Path(folder, name)
+            skeleton = self.skeletons[name]
+            whole = None
             if self.lead and has_adapters(skeleton):
-                whole = load_adapters(trained_weights(skeleton), own)
+                whole = load_adapters(trained_weights(skeleton), saved)
             elif self.lead:
                 whole = copy.deepcopy(skeleton).to_empty(device="cpu")
                 whole.tie_weights()
-                saving.load_weights(whole, own)
+                saving.load_weights(whole, saved)
             device = torch.device("cpu") if self.fsdp[name].offload_policy else self.device
             with self.at_work(name, updates=True):
                 fill(part.module, whole, self.device, everything=False)
-                saving.load_optimizer(part, own, functools.partial(own_part, device=device))
+                saving.load_optimizer(part, saved, functools.partial(rank_part, device=device))

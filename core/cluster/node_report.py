@@ -1,13 +1,14 @@
-"""What a node reports before a process of a run starts there, and the stacks of processes that hang
-on it.
+"""What a node reports before processes start there, and the stacks of processes that hang.
 
-Nothing here imports more than Python itself: :mod:`core.cluster.ray_nodes` sends these functions by
+Only Python's own modules are imported: :mod:`core.cluster.ray_nodes` sends these functions by
 value, so that they work on a node that has other code than the driver, or none.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
+import pathlib
 import platform
 import re
 import shutil
@@ -23,47 +24,39 @@ WHOLE = 2**24  # bytes up to which a file's content counts, and beyond which its
 
 
 def report(packages, paths, folder_variable):
-    """Return the node's name, its versions, and file -> digest of the packages' code and of the
-    named paths.
+    """Return the node's name and versions, and file -> digest of code and of the named paths.
 
-    ``paths`` are files of code and folders of models; relative ones start in the folder of the
-    environment variable.
+    ``packages`` are of code. ``paths`` are files of code and folders of models; relative ones start
+    in the folder of the environment variable.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     code = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations is None:
             code[package] = digest(spec.origin)
-            continue
-        for top in spec.submodule_search_locations if spec else ():
-            for folder, _, names in os.walk(top):
-                inside = os.path.relpath(folder, os.path.dirname(top))
-                code |= {
-                    os.path.join(inside, name): digest(os.path.join(folder, name))
-                    for name in names
-                    if name.endswith(".py")
-                }
+        elif spec is not None:
+            for top in spec.submodule_search_locations:
+                for file in pathlib.Path(top).rglob("*.py"):
+                    code[f"{package}/{file.relative_to(top)}"] = digest(file)
     start = os.environ.get(folder_variable, "")
     files = {}
     for path in paths:
         place = os.path.join(start if os.path.isdir(start) else "", os.path.expanduser(path))
         if os.path.isdir(place):
-            names = [name for name in os.listdir(place) if name.endswith(READ)]
-            files |= {os.path.join(path, name): digest(os.path.join(place, name)) for name in names}
+            for name in os.listdir(place):
+                if name.endswith(READ):
+                    files[os.path.join(path, name)] = digest(os.path.join(place, name))
         elif os.path.isfile(place):
             files[path] = digest(place)
     return {"host": socket.gethostname(), "packages": versions, "code": code, "files": files}
 
 
 def digest(file):
-    """Return a text that is another one where the file's content is, or for a large file its
-    size."""
+    """Return a hash of a file's content, or the size of a large file."""
     size = os.path.getsize(file)
     if size > WHOLE:
         return f"{size} bytes"
@@ -94,13 +87,14 @@ def py_spy():
 
 
 def main_stack(dump):
-    """Return the thread of py-spy's output that works: in this repository's code, and not to show
-    that it lives."""
-    threads = [
-        part
-        for part in re.split(r"\n\n|\n(?=Thread )", dump)
-        if part.lstrip().startswith("Thread ")
+    """Return the thread of py-spy's output that runs this repository's code, if there is one."""
+    threads = re.split(r"\n\n|\n(?=Thread )", dump)
+    threads = [thread for thread in threads if thread.lstrip().startswith("Thread ")]
+    # The liveness only shows that the process lives
+    at_work = [
+        thread
+        for thread in threads
+        if (" (core/" in thread or "/core/" in thread) and "liveness (" not in thread
     ]
-    at_work = [part for part in threads if " (core/" in part or "/core/" in part]
-    at_work = [part for part in at_work if "liveness (" not in part] or threads or [dump]
-    return "\n".join(at_work[0].splitlines()[:12])
+    chosen = next(iter(at_work or threads), dump)
+    return "\n".join(chosen.splitlines()[:12])

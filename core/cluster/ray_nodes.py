@@ -1,5 +1,4 @@
-"""The nodes of a cluster: whether a head answers, and whether all nodes hold the driver's code and
-models."""
+"""The nodes of a cluster: whether a head answers, and whether all nodes hold the same code."""
 
 from __future__ import annotations
 
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.cluster import node_report
-from core.cluster.processes import FOLDER
-from core.cluster.ray_watch import Place
+from core.cluster.ray_processes import FOLDER
+from core.cluster.ray_watch import Place, on_node
 from core.config import paths
 from core.config.section import Problem
 from core.errors import InputError, WorkersLost, listed, one_line
@@ -33,53 +31,35 @@ if TYPE_CHECKING:
 INIT = "ray_kwargs.ray_init"
 ARGUMENTS = inspect.signature(ray.init).parameters
 HEALTH_S = 60  # for Ray's health check, most of it to load Ray on a busy machine
-# Ray waits for a head for many minutes; the process of the health check gives up after these
-# seconds
+# Ray waits for a head for many minutes; the health check gives up after these seconds
 IMPATIENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_gcs_rpc_server_connect_timeout_s": "3",
 }
 REPORT_S = 120  # for a process to start on each node and read its files
-
-
-def of_ray() -> tuple[list[int | str], str, str]:
-    """Return this process's GPUs and its node's id and address, as Ray knows them."""
-    return (
-        ray.get_gpu_ids(),
-        ray.get_runtime_context().get_node_id(),
-        ray.util.get_node_ip_address(),
-    )
-
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 # -- before a connection --------------------------------------------------------------------------
 
 
 def start_problems(config: Config) -> list[str]:
-    """Return why no cluster can be had: unknown arguments of ray.init, or an address where no head
-    answers."""
+    """Return unknown arguments of ray.init, or an address where no head answers, a line each."""
     lines = []
     for name, value in config.ray_kwargs.ray_init.items():
         if name not in ARGUMENTS and not name.startswith("_"):
             near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-            fix = (
-                f"the nearest is {near[0]}"
-                if near
-                else (f"ray {ray.__version__} lists them in help(ray.init)")
-            )
+            fix = f"the nearest is {near[0]}" if near else "help(ray.init) lists them"
             lines.append(str(Problem(f"{INIT}.{name}", value, "is no argument of ray.init", fix)))
     address = paths.cluster_address(config)
     if address is not None and not lines and (reason := unhealthy(address)):
         key = f"{INIT}.address" if config.ray_kwargs.ray_init.get("address") else "RAY_ADDRESS"
-        fix = (
-            "give the address and port of `ray start --head` (6379), or see there whether it "
-            "still runs"
-        )
+        fix = "give the address and port of `ray start --head` (6379), or see whether it still runs"
         lines.append(str(Problem(key, address, f"no Ray head answers there ({reason})", fix)))
     return lines
 
 
 def unhealthy(address: str) -> str:
-    """Return why no head of a cluster answers at the address; nothing where one does.
+    """Return why no head of a cluster answers at the address, or nothing where one does.
 
     A process of its own makes Ray's check, because Ray ends the process that it fails in.
     """
@@ -98,74 +78,68 @@ def unhealthy(address: str) -> str:
         return ""
     last = (done.stderr.strip().splitlines() or [""])[-1]
     kind, _, text = last.partition(": ")
-    return one_line(text[:200] if kind.endswith("Error") else "nothing listens, or no Ray")
+    return one_line(text[:200]) if kind.endswith("Error") else "nothing listens, or no Ray"
 
 
 def free_nodes(gpus: bool) -> str:
     """Return which nodes of the cluster have gone, and what is free on the others."""
     unit = "GPU" if gpus else "CPU"
+    available = ray._private.state.available_resources_per_node()  # has no public counterpart
     nodes = ray.nodes()
-    alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
-    addresses = {node["NodeManagerAddress"] for node in alive.values()}
-    gone = {node["NodeManagerAddress"] for node in nodes} - addresses
-    available = ray._private.state.available_resources_per_node()  # which has no public counterpart
-    free = [
-        f"{node['NodeManagerAddress']} {available.get(name, {}).get(unit, 0):g} of "
-        f"{node['Resources'].get(unit, 0):g}"
-        for name, node in alive.items()
-    ]
-    parts = [f"nodes that have gone: {listed(sorted(gone))}"] if gone else []
-    return "; ".join([*parts, f"free {unit}s by node: {listed(free)}"])
+    alive = [node for node in nodes if node["Alive"]]
+    gone = {node["NodeManagerAddress"] for node in nodes}
+    gone -= {node["NodeManagerAddress"] for node in alive}
+    lines = []
+    for node in alive:
+        free = available.get(node["NodeID"], {}).get(unit, 0)
+        total = node["Resources"].get(unit, 0)
+        lines.append(f"{node['NodeManagerAddress']} {free:g} of {total:g}")
+    text = f"free {unit}s by node: {listed(lines)}"
+    return f"nodes that have gone: {listed(sorted(gone))}; {text}" if gone else text
 
 
 # -- the same code everywhere ---------------------------------------------------------------------
 
 
 def named_files(config: Config) -> dict[str, str]:
-    """Return path -> key of the models and files of code that a rank or an engine reads on its own
-    node."""
-    named = {
-        path: key for key, path in paths.models(config).items() if path and paths.is_local(path)
-    }
+    """Return path -> key of models and files of code that a rank or engine reads on its node."""
+    models = paths.models(config).items()
+    files = {path: key for key, path in models if path and paths.is_local(path)}
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if ".py:" in loss:
-        named[loss.rpartition(":")[0]] = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    return named
+        files[loss.rpartition(":")[0]] = LOSS
+    return files
 
 
 def own_packages(config: Config) -> tuple[str, ...]:
-    """Return the packages whose code runs in ranks and engines: this repository's, and that of a
-    user's own loss."""
-    where, colon, _ = config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")
-    own = [where.partition(".")[0]] if colon and not where.endswith(".py") else []
-    return (*node_report.CODE, *own)
+    """Return the packages whose code runs in ranks and engines: these, and a user's own loss."""
+    module, colon, _ = config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")
+    if not colon or module.endswith(".py"):
+        return node_report.CODE
+    return (*node_report.CODE, module.partition(".")[0])
 
 
 @functools.cache
-def driver_report(packages: tuple[str, ...], named: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return the report of this process as it was at the first start: a restart must not mix two
-    versions."""
-    return node_report.report(packages, named, FOLDER)
+def driver_report(packages: tuple[str, ...], files: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return this process's report at the first start: a restart must not mix two versions."""
+    return node_report.report(packages, files, FOLDER)
 
 
 def check_nodes(config: Config, nodes: Collection[str]) -> dict[str, Mapping[str, Any]]:
-    """Compare code, packages and models of the nodes with the driver's, and return address ->
-    report.
+    """Compare code, packages and models of nodes with the driver's. Return address -> report.
 
     Raises InputError where they differ, and WorkersLost for a node that does not report.
     """
-    named, packages = named_files(config), own_packages(config)
-    driver = driver_report(packages, tuple(named))
-    arguments = packages, tuple(named), FOLDER
+    named = named_files(config)
+    asked = own_packages(config), tuple(named)
+    driver = driver_report(*asked)
     if paths.cluster_address(config) is None and len(nodes) == 1:  # this machine alone
-        reports = {ray.util.get_node_ip_address(): node_report.report(*arguments)}
+        reports = {ray.util.get_node_ip_address(): node_report.report(*asked, FOLDER)}
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        ask = ray.remote(num_cpus=0, max_retries=0)(node_report.report)
         calls = {}
         for node in nodes:
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            calls[addresses[node]] = ask.options(scheduling_strategy=place).remote(*arguments)
+            calls[addresses[node]] = on_node(node_report.report, node).remote(*asked, FOLDER)
         reports = {address: _reported(address, call) for address, call in calls.items()}
     if lines := differences(driver, reports, named):
         raise InputError(lines)
@@ -178,40 +152,40 @@ def _reported(address: str, call: ray.ObjectRef) -> Mapping[str, Any]:
     except GetTimeoutError as error:
         text = f"node {address} did not start a process within {REPORT_S} s"
         raise WorkersLost(f"{text}; see its raylet's log") from error
-    except RuntimeEnvSetupError as error:
-        rule = one_line(" ".join(str(error).split())[:300])
-        raise InputError(f"{INIT}.runtime_env: node {address} cannot set it up: {rule}") from error
     except RayError as error:
         reason = one_line(" ".join(str(error).split())[:300])
-        raise WorkersLost(
-            f"node {address} was lost before a process started there: {reason}"
-        ) from error
+        if isinstance(error, RuntimeEnvSetupError):
+            text = f"{INIT}.runtime_env: node {address} cannot set it up: {reason}"
+            raise InputError(text) from error
+        text = f"node {address} was lost before a process started there: {reason}"
+        raise WorkersLost(text) from error
 
 
 def differences(
-    driver: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]
+    driver: Mapping[str, Any],
+    reports: Mapping[str, Mapping[str, Any]],
+    named: Mapping[str, str],
 ) -> list[str]:
-    """Return a line for each way in which nodes differ from the driver; ``named`` are keys of
-    paths.
+    """Return a line for each way in which nodes differ from the driver.
 
-    A package may be a build for other devices than the driver's, but not than that of another node.
+    A package may be another build than the driver's, for other devices, but not than another
+    node's. ``named`` maps paths to the keys that name them.
     """
-    nodes_of: dict[tuple[str, str], list[str]] = defaultdict(list)  # beginning and end of a line
-    versions: dict[str, str] = {}  # of the first node that has the package
+    nodes_of: dict[tuple[str, str], list[str]] = defaultdict(list)  # a line's two ends -> nodes
+    versions: dict[str, str] = {}  # package -> version of the first node that has it
     for address, report in reports.items():
         node = f"{address} ({report['host']})"
-        if other := _other_files(driver["code"], report["code"]):
-            more = f", and so do {len(other) - 1} more files" if len(other) > 1 else ""
+        if files := _other_files(driver["code"], report["code"]):
+            more = f", and so do {len(files) - 1} more files" if len(files) > 1 else ""
             fix = f"{more}; check out the driver's commit there, in {ROOT}"
-            nodes_of[f"{other[0]}: differs from the driver's", fix].append(node)
+            nodes_of[f"{files[0]}: differs from the driver's", fix].append(node)
         for path, key in named.items():
             here = _below(path, driver["files"])
             there = _below(path, report["files"])
-            if other := _other_files(here, {name: there.get(name) for name in here}):
-                what = f"{os.path.basename(other[0])} differs" if there else "is not there"
-                nodes_of[f"{key}={path}: {what}", "; copy the driver's to that path there"].append(
-                    node
-                )
+            if files := _other_files(here, {name: there.get(name) for name in here}):
+                fault = f"{os.path.basename(files[0])} differs" if there else "is not there"
+                fix = "; copy the driver's to that path there"
+                nodes_of[f"{key}={path}: {fault}", fix].append(node)
         for name, version in report["packages"].items():
             expected = driver["packages"].get(name, version)
             if version.partition("+")[0] == expected.partition("+")[0]:
@@ -219,14 +193,24 @@ def differences(
             if version != expected:
                 fix = f", and {expected} elsewhere; install the same there"
                 nodes_of[f"{name}=={version}: is installed", fix].append(node)
-    return [f"{begin} on node {listed(nodes)}{end}" for (begin, end), nodes in nodes_of.items()]
+    return [f"{fault} on node {listed(nodes)}{fix}" for (fault, fix), nodes in nodes_of.items()]
+
+
+def _below(path: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the entry of a path, or those of the files in that folder."""
+    folder = os.path.join(path, "")
+    return {name: sha for name, sha in files.items() if name == path or name.startswith(folder)}
+
+
+def _other_files(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return the files that only one side has, or that have other contents."""
+    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
 
 def recorded(
     reports: Mapping[str, Mapping[str, Any]], places: Mapping[str, Place]
 ) -> list[dict[str, Any]]:
-    """Return what a run's manifest has of its nodes: address, versions, a hash of all code, and the
-    processes there."""
+    """Return what a manifest holds of each node: versions, a hash of its code, processes."""
     entries = []
     for address, report in reports.items():
         code = json.dumps(report["code"], sort_keys=True).encode()
@@ -239,14 +223,3 @@ def recorded(
             }
         )
     return entries
-
-
-def _below(path: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the entry of a path, or those of the files in that folder."""
-    folder = os.path.join(path, "")
-    return {name: value for name, value in files.items() if name == path or name.startswith(folder)}
-
-
-def _other_files(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Return the files that only one side has, or that have other contents."""
-    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]

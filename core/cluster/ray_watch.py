@@ -1,7 +1,6 @@
-"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies ends the wait at
-once.
+"""Wait for Ray actors: every call has a deadline, and an actor that dies ends the wait at once.
 
-What is raised names the process: its role and rank, the node's address and the process id there.
+Errors name the process: its role and rank, the address of its node and its process id there.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -23,42 +22,41 @@ from core.errors import LISTED, InputError, WorkersLost, listed, one_line, out_o
 log = logging.getLogger(__name__)
 ray.cloudpickle.register_pickle_by_value(node_report)
 
-LOOK_S = 30.0  # how often a phase that goes on is mentioned
-# For a death to be known after the error that it caused elsewhere, and for a tidy end
-GRACE_S = 5.0
-# The deadline of a phase, unless trainer.phase_timeout_s is set: so many times the longest that it
-# took before
+LOOK_S = 30.0  # how often a phase that goes on is logged
+GRACE_S = 5.0  # until a death is known after the error that it caused elsewhere, and for closing
+# The deadline of a phase, unless trainer.phase_timeout_s is set: TIMES the longest that it took
 TIMES = 10
 LEAST_S = 600.0
 AT_A_START = ("start", "load")  # phases of one start, whose calls have nothing in common
-STACKS_S = 30.0  # for the stacks of what hangs
+STACKS_S = 30.0  # for the stacks of the processes that hang
 
 
 class Place(NamedTuple):
-    """Where a process is."""
+    """Where a process is, and what it has there."""
 
     node_id: str
     address: str
     pid: int
+    threads: int = 1
+    gpus: tuple[int | str, ...] = ()
+    sees_path: bool = True  # whether a path that the driver asked for exists there
 
     def __str__(self) -> str:
         return f"node {self.address}, pid {self.pid}"
 
 
 class Watch:
-    """Waits for remote calls: at most as long as a phase may take, and only while all actors are
-    alive.
+    """Waits for remote calls, at most as long as a phase may take and while all actors are alive.
 
-    ``timeout_s`` is the time of every phase; None: of each phase ten times the longest that it took
-    before.
+    ``timeout_s`` is the deadline of every phase. None: ten times the longest that the phase took.
     """
 
     def __init__(self, timeout_s: float | None):
         self.timeout_s = timeout_s
         self.actors: dict[str, Any] = {}
         self.places: dict[str, Place] = {}  # of the actors that have reported
-        self.liveness: dict[ray.ObjectRef, str] = {}
-        self.longest: dict[str, float] = {}  # seconds, of the phases that have ended
+        self.liveness: dict[ray.ObjectRef, str] = {}  # call that ends with an actor -> its name
+        self.longest: dict[str, float] = {}  # phase -> seconds
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
@@ -80,33 +78,30 @@ class Watch:
         """Return an actor's name with its place, where that is known."""
         return f"{name} ({self.places[name]})" if name in self.places else name
 
-    def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
-        """Call the method of the actors with these names and wait for the results."""
-        return self.wait(
-            phase,
-            {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()},
-        )
+    def call(self, phase: str, method: str, arguments: Mapping[str, tuple]) -> list[Any]:
+        """Call a method of the actors with these names and wait for the results."""
+        calls = {}
+        for name, values in arguments.items():
+            calls[name] = getattr(self.actors[name], method).remote(*values)
+        return self.wait(phase, calls)
 
-    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
-        """Return the results, in the order of ``calls`` (actor's name -> call).
+    def wait(self, phase: str, calls: Mapping[str, ray.ObjectRef]) -> list[Any]:
+        """Return the results in the order of ``calls``, which are by the actors' names.
 
         Raises WorkersLost where any actor died or the deadline passed, else what an actor raised.
         """
-        start, results = time.monotonic(), dict.fromkeys(calls)
-        pending = {ref: name for name, ref in calls.items()}
+        start = time.monotonic()
         limit = self.limit(phase)
+        results = dict.fromkeys(calls)
+        pending = {ref: name for name, ref in calls.items()}
         while pending:
             passed = time.monotonic() - start
             if passed >= limit:
                 raise self.timeout(phase, pending.values())
             ready, _ = ray.wait([*pending, *self.liveness], timeout=min(limit - passed, LOOK_S))
             if not ready:
-                log.info(
-                    "%s: waiting for %s, %.0f s",
-                    phase,
-                    listed(pending.values()),
-                    time.monotonic() - start,
-                )
+                seconds = time.monotonic() - start
+                log.info("%s: waiting for %s, %.0f s", phase, listed(pending.values()), seconds)
             for ref in ready:
                 if ref in self.liveness:
                     raise self.lost(phase)
@@ -119,7 +114,7 @@ class Watch:
         return list(results.values())
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
-        """Return what to raise if an actor died, or does within the time given."""
+        """Return what to raise if an actor died, or does within ``within_s`` seconds."""
         dead, _ = ray.wait([*self.liveness], timeout=within_s)
         if not dead:
             return None
@@ -129,15 +124,13 @@ class Watch:
         except RayError as error:
             reason = error
         where = f" ({self.places[name]})" if name in self.places else ""
-        return WorkersLost(
-            f"{name} died in phase {phase}{where}: {one_line(' '.join(str(reason).split()))[:600]}"
-        )
+        text = one_line(" ".join(str(reason).split()))[:600]
+        return WorkersLost(f"{name} died in phase {phase}{where}: {text}")
 
     def cause(self, phase: str, error: RayError, name: str) -> BaseException:
-        """Return the death behind an error, if there is one (ranks fail when one dies), else the
-        actor's own.
+        """Return what to raise for an error of the call of an actor: a death, or its own error.
 
-        ``name`` is the actor that was called.
+        Ranks fail when one of them dies, so a death may be behind another actor's error.
         """
         raised = error.cause if isinstance(error, RayTaskError) else error
         if full := out_of_memory(raised, phase, f"on {self.named(name)}"):
@@ -154,10 +147,10 @@ class Watch:
         return error
 
     def timeout(self, phase: str, names: Iterable[str]) -> WorkersLost:
-        """Return the error of a hang, with the stacks of the processes that did not end the phase.
+        """Return the error of a hang, with the stacks of processes that did not end the phase.
 
-        Ranks wait for one another: those whose innermost frame is the rarest come first, as the
-        reason may be theirs.
+        Ranks wait for one another. The ranks with the rarest innermost frame come first, because
+        the others may be waiting for them.
         """
         names = list(names)
         stacks = self.stacks(names)
@@ -165,40 +158,39 @@ class Watch:
         how_many = Counter(frames.values())
         names.sort(key=lambda name: how_many[frames[name]] if name in frames else 0)
         late = f"{listed(map(self.named, names))} did not finish phase {phase}"
-        rule = (
-            f"within trainer.phase_timeout_s={self.timeout_s or 'null'}, here "
-            f"{self.limit(phase):g} s"
-        )
-        shown = [
-            f"stack of {self.named(name)}:\n{stacks[name]}"
-            for name in names[:LISTED]
-            if name in stacks
-        ]
-        return WorkersLost("\n".join([f"{late} {rule}", *shown]))
+        key = f"trainer.phase_timeout_s={self.timeout_s or 'null'}"
+        lines = [f"{late} within {key}, here {self.limit(phase):g} s"]
+        for name in names[:LISTED]:
+            if name in stacks:
+                lines.append(f"stack of {self.named(name)}:\n{stacks[name]}")
+        return WorkersLost("\n".join(lines))
 
     def stacks(self, names: Iterable[str]) -> dict[str, str]:
-        """Return name -> the stack of the process, of those whose node replies in time."""
-        pids: dict[str, dict[int, str]] = defaultdict(dict)
+        """Return name -> stack of the process, of those whose node replies in time."""
+        names_of: dict[str, dict[int, str]] = defaultdict(dict)  # node -> pid -> name
         for name in names:
             if name in self.places:
-                pids[self.places[name].node_id][self.places[name].pid] = name
-        dump = ray.remote(num_cpus=0, max_retries=0)(node_report.stacks)
-        calls = {}
-        for node, processes in pids.items():
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            calls[dump.options(scheduling_strategy=place).remote([*processes], STACKS_S / 3)] = (
-                processes
-            )
-        found: dict[str, str] = {}
+                names_of[self.places[name].node_id][self.places[name].pid] = name
+        calls = {
+            on_node(node_report.stacks, node).remote([*processes], STACKS_S / 3): processes
+            for node, processes in names_of.items()
+        }
         ready, _ = (
             ray.wait([*calls], num_returns=len(calls), timeout=STACKS_S) if calls else ([], [])
         )
+        stacks: dict[str, str] = {}
         for ref in ready:
             try:
-                found |= {calls[ref][pid]: text for pid, text in ray.get(ref).items()}
+                stacks |= {calls[ref][pid]: text for pid, text in ray.get(ref).items()}
             except RayError as error:  # the node is gone, for example; the hang is what matters
                 log.warning("no stacks: %s", one_line(" ".join(str(error).split())[:200]))
-        return found
+        return stacks
+
+
+def on_node(function: Any, node_id: str) -> Any:
+    """Return a remote function that runs on this node alone, whatever else runs there."""
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(function)
 
 
 def innermost(stack: str) -> str:

@@ -1,24 +1,20 @@
-"""The phases of a step: the protocol, and its form in this process, for tests, debugging and small
-runs.
+"""The phases of a step: the protocol, and its form in this process for tests and small runs.
 
-``ray_workers`` has the same phases over the processes of a cluster. The trainer does not know which
-it has.
+:mod:`core.cluster.ray_workers` has the same phases over the processes of a cluster.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from core.data.vocabulary import known_ids
-from core.engines.engine import NoEngine, RolloutEngine, make_engine
+from core.engines.engine import RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.learner import Models
 from core.learner.lora import merged_weights
@@ -32,38 +28,18 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 
-def ray_backend(name: str = "ray_workers") -> ModuleType:
-    """Return a module of ``trainer.backend=ray``: ray is imported only where that backend runs."""
-    return importlib.import_module(f"core.cluster.{name}")
-
-
-def on_same_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters are the model's own memory, so that what trains
-    them changes both."""
-    shared = {
-        id(one): nn.Parameter(one.detach(), requires_grad=False) for one in module.parameters()
-    }
-    return copy.deepcopy(module, shared)
-
-
 class Workers(Protocol):
     """What computes the phases of a step: in this process, or over Ray.
 
-    Batches arrive whole, and mini-batches as the trainer cut them: splitting them over processes
-    and into micro-batches is the workers' business.
+    Batches arrive whole, and mini-batches as the trainer cut them. The workers split them over
+    processes and into micro-batches.
     """
 
-    engine: Any  # a RolloutEngine, or NoEngine
+    engine: Any  # what answers; None in LocalWorkers of a run that answers nothing
     reward_model: RewardModelCall | None
     ranks: int  # learner processes
-
-    @property
-    def threads(self) -> int:
-        """Return the number of torch's threads in each learner process."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Return whether the engine can work while the learner does."""
+    threads: int  # of torch in each learner process
+    overlaps: bool  # whether the engine can work while the learner does
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Return log-probs and entropies of the policy tokens, [N] each."""
@@ -84,8 +60,10 @@ class Workers(Protocol):
         """Copy the policy's weights to the engine and check them. Return metrics."""
 
     def save(self, folder: Path) -> Mapping[str, str]:
-        """Write the trained models into ``folder``. Return file -> SHA-256 of what is on disk
-        already."""
+        """Write the trained models into ``folder``, each a Hugging Face folder and its optimizer.
+
+        Returns file -> SHA-256 of those files that the writers hashed and put on disk themselves.
+        """
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote."""
@@ -103,8 +81,9 @@ class LocalWorkers:
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **needs: Any):
         self.config = config
         self.tokenizer = tokenizer
+        self.threads = torch.get_num_threads()
         self.models = Models(config, device, known=known_ids(tokenizer), **needs)
-        self.engine: RolloutEngine = NoEngine()
+        self.engine: RolloutEngine | None = None
         self.reward_model: RewardModelCall | None = None
         module = self.models.actor.module
         self.one_copy = config.one_copy and module.dtype == torch.float32
@@ -122,47 +101,48 @@ class LocalWorkers:
             day = config.data.chat_template_date
             self.reward_model = RewardModel(config.reward_model, device, day).score
 
-    @property
-    def threads(self) -> int:
-        """Return the number of torch's threads."""
-        return torch.get_num_threads()
+    def _free_device(self) -> None:
+        """Put the engine to sleep until the next sync."""
+        if self.engine is not None:
+            self.engine.sleep()
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        self.engine.sleep()
+        self._free_device()
         return self.models.compute_log_probs(batch)
 
     def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
-        self.engine.sleep()
+        self._free_device()
         return self.models.compute_ref_log_prob(batch, role)
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        self.engine.sleep()
+        self._free_device()
         return self.models.compute_values(batch)
 
     def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        self.engine.sleep()
+        self._free_device()
         return self.models.update_actor(steps, lr_multiplier)
 
     def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        self.engine.sleep()
+        self._free_device()
         return self.models.update_critic(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe
-        that they arrived.
+        """Hand the weights to the engine, in memory, and check by checksums and a probe.
 
         With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights
         out of range.
         """
-        expected = probe_log_probs(self.models.actor)
+        policy = self.models.actor
+        expected = probe_log_probs(policy)
         if self.one_copy:
             self.engine.policy_version = version
             return {}
-        # Of one that has the learner's names
-        sent, dtype = {}, getattr(self.engine, "weights_dtype", None)
+        sent = {}
+        # An engine with the learner's names of weights has this attribute, and reports checksums
+        dtype = getattr(self.engine, "weights_dtype", None)
 
         def sending() -> Iterator[tuple[str, Tensor]]:
-            for name, value in merged_weights(self.models.actor.module):
+            for name, value in merged_weights(policy.module):
                 if dtype is not None:
                     sent[name] = checksum(value.to(dtype) if value.is_floating_point() else value)
                 yield name, value
@@ -170,32 +150,31 @@ class LocalWorkers:
         proofs = self.engine.update_weights(sending(), version)
         if dtype is not None:
             compare_weights(sent, proofs[0].weights)
-        log_probs = self.engine.probe(
-            probe_ids(self.models.actor.module.config.get_text_config().vocab_size)
-        )
-        return {
-            "rollout_corr/probe_diff": compare_probe(
-                expected, log_probs, bf16=not self.config.full_precision
-            )
-        }
+        vocab_size = policy.module.config.get_text_config().vocab_size
+        log_probs = self.engine.probe(probe_ids(vocab_size))
+        diff = compare_probe(expected, log_probs, bf16=not self.config.full_precision)
+        return {"rollout_corr/probe_diff": diff}
 
     def save(self, folder: Path) -> dict[str, str]:
-        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into
-        ``folder``.
-
-        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others
-        are the caller's.
-        """
         for name, part in self.models.trained.items():
             save_model(part.module, self.tokenizer, folder / name)
             save_optimizer(part, folder / name / OPTIMIZER)
         return {}
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote."""
         for name, part in self.models.trained.items():
             load_model(part.module, folder / name)
             load_optimizer(part, folder / name)
 
     def close(self) -> None:
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
+
+
+def on_same_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of a model on the model's memory, so that training one changes both."""
+    shared = {
+        id(weight): nn.Parameter(weight.detach(), requires_grad=False)
+        for weight in module.parameters()
+    }
+    return copy.deepcopy(module, shared)

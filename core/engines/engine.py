@@ -335,16 +335,6 @@ class RolloutEngine:
         raise NotImplementedError
 
 
-class NoEngine:
-    """Stands for the engine in a run that answers nothing."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def make_engine(
     config: Config,
     model: Callable[[], nn.Module] | None,

@@ -31,10 +31,14 @@ class StubProcess:
     def liveness(self) -> None:
         threading.Event().wait()
 
-    def facts(self, of_ray, path):
-        gpus, node_id, address = of_ray()
+    def facts(self, path):
         return SimpleNamespace(
-            threads=7, gpus=gpus, sees=True, pid=1, node_id=node_id, address=address
+            threads=7,
+            gpus=ray.get_gpu_ids(),
+            sees_path=True,
+            pid=1,
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
         )
 
     def report(self) -> dict[str, Any]:
@@ -48,8 +52,8 @@ class StubProcess:
 
 
 class StubLearner(StubProcess):
-    def host(self, own_address):
-        return own_address(), 1
+    def host(self):
+        return ray.util.get_node_ip_address(), 1
 
     def join(self, rank, address, config, device, **learner):
         self.rank = rank

@@ -15,8 +15,8 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from core.cluster import ray_pools
-from core.cluster.processes import LearnerProcess
 from core.cluster.ray_pools import Pool, reserve
+from core.cluster.ray_processes import LearnerProcess
 from core.config import compose
 from core.errors import NoRoom
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
@@ -78,7 +78,7 @@ def config(nodes: int, *overrides: str):
 
 
 def placed(nodes: int, *overrides: str) -> dict:
-    processes = ray_pools.RayProcesses(config(nodes, *overrides), None, CUDA)
+    processes = ray_pools.RayProcesses(config(nodes, *overrides), CUDA)
     try:
         return layout(processes)
     finally:
@@ -144,7 +144,7 @@ def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster):
     with pytest.raises(
         NoRoom, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: 4 of 5 nodes have room"
     ) as caught:
-        ray_pools.RayProcesses(config(5, "trainer.wait_for_nodes_s=5"), None, CUDA)
+        ray_pools.RayProcesses(config(5, "trainer.wait_for_nodes_s=5"), CUDA)
     assert str(caught.value).count(" 0 of 8") == 4 and "nodes that have gone" not in str(
         caught.value
     )

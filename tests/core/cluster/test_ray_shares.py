@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from core.cluster.processes import LearnerProcess
+from core.cluster.ray_processes import LearnerProcess
 from core.cluster.ray_workers import RayWorkers
 from core.types import TrainBatch
 from tests.core.ray_cluster import cluster_config, mixed_batch

@@ -12,9 +12,9 @@ import torch
 
 from core.checkpoint.store import CheckpointStore
 from core.cluster import node_report
-from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
+from core.cluster.ray_processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
@@ -401,19 +401,19 @@ def test_a_process_without_the_run_folder_is_named_before_a_model_loads(
     processes, blind = object.__new__(RayProcesses), False
 
     def look(phase, method, calls):
-        found = [
-            LearnerProcess(1).facts(lambda: ([], "id", "10.0.0.9"), path)
-            for _, path in calls.values()
+        places = [LearnerProcess(1).facts(path) for (path,) in calls.values()]
+        return [
+            place._replace(address="10.0.0.9", sees_path=place.sees_path and not blind)
+            for place in places
         ]
-        return [one._replace(sees=False) for one in found] if blind else found
 
     processes.config = cluster_config(model, f"trainer.default_local_dir={tmp_path}")
     processes.watch = Watch(1.0)
     monkeypatch.setattr(processes.watch, "call", look)
     CheckpointStore(tmp_path).claim()
-    assert processes._facts(["learner rank 0"])[0].sees
+    assert processes._report(["learner rank 0"])[0].sees_path
     blind = True
     with pytest.raises(
         InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 .node 10.0.0.9"
     ):
-        processes._facts(["learner rank 0"])
+        processes._report(["learner rank 0"])

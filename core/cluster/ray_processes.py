@@ -1,7 +1,6 @@
 """The processes of a cluster: a learner rank, an engine, a reward model.
 
-:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray.
-``liveness`` runs on a thread of its own.
+:mod:`core.cluster.ray_pools` makes Ray actors of these classes.
 """
 
 from __future__ import annotations
@@ -9,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 import torch
 
+from core.cluster.ray_watch import Place
 from core.engines.engine import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
@@ -25,28 +26,17 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.cluster.learner_rank import LearnerRank
     from core.config.schema import Config
+    from core.rewards.reward_model import RewardModel
 
-# The driver's working directory, where relative paths of the configuration start
+# Environment: the driver's working directory, where relative paths of the configuration start
 FOLDER = "RLREPRO_FOLDER"
 
 
-class Facts(NamedTuple):
-    """What a process reports of itself: torch's threads, GPUs, whether its machine has a file, and
-    where it is."""
-
-    threads: int
-    gpus: list[int | str]
-    sees: bool
-    pid: int
-    node_id: str
-    address: str
-
-
 class Process:
-    """What all of them share: threads, and a sign of its end.
+    """What all processes share: threads, a report of their place, and a sign of their end.
 
-    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores`` (None:
-    its node's). ``gpus`` are those that it may use where Ray assigned them to others.
+    A process uses one of ``parts`` equal parts of ``cores``, by default of its node's. ``gpus`` are
+    the GPUs that it may use where Ray assigned them to other processes.
     """
 
     def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
@@ -54,22 +44,25 @@ class Process:
         if folder and os.path.isdir(folder):
             os.chdir(folder)
         self.threads = max(1, (cores or os.cpu_count() or 1) // parts)
-        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # for an engine's own child processes
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # for an engine's child processes
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         torch.set_num_threads(self.threads)  # Ray allows an actor one
 
     def liveness(self) -> None:
-        """Block forever: a caller that waits on it is notified at once when the process dies."""
+        """Block forever. Whoever waits for this call learns at once when the process dies."""
         threading.Event().wait()
 
-    def facts(self, of_ray: Callable[[], tuple[list[int | str], str, str]], path: str) -> Facts:
-        """Return what the driver has to know of this process, before a model loads.
-
-        ``of_ray`` returns what Ray knows: its GPUs, and its node's id and address.
-        """
-        gpus, node_id, address = of_ray()
-        return Facts(self.threads, gpus, os.path.exists(path), os.getpid(), node_id, address)
+    def facts(self, path: str) -> Place:
+        """Return where this process is, and whether it sees ``path``, before a model loads."""
+        return Place(
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            threads=self.threads,
+            gpus=tuple(ray.get_gpu_ids()),
+            sees_path=os.path.exists(path),
+        )
 
 
 class LearnerProcess(Process):
@@ -78,14 +71,14 @@ class LearnerProcess(Process):
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
-        self.store: torch.distributed.TCPStore | None = None  # at which the ranks meet
-        # The memory of a bucket in a weight sync, which these fill in turn
-        self.staging: Staging | None = None
+        self.store: torch.distributed.TCPStore | None = None  # where the ranks meet
+        # In a weight sync: the buckets to come, and the memory that they fill in turn
         self.buckets: Iterator[Bucket] = iter(())
+        self.staging: Staging | None = None
 
-    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
+    def host(self) -> tuple[str, int]:
         """Open the store at which the ranks meet, on rank 0, and return its address."""
-        address = own_address()
+        address = ray.util.get_node_ip_address()
         self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return address, self.store.port
 
@@ -111,28 +104,29 @@ class LearnerProcess(Process):
         )
         self.learner = LearnerRank(config, device, **learner)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.learner, method)(*args)
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.learner, method)(*arguments)
 
     def run_pass(
         self, method: str, batch: TrainBatch, replies: bool, *arguments: str
     ) -> list[np.ndarray] | None:
         """Return what a pass computes at the policy's tokens of the batch, [M] each.
 
-        One rank of those that split the tokens ``replies``: all of them have the same result.
+        Ranks that share the sequences have the same result, so only one of them ``replies``.
         """
-        results, mask = getattr(self.learner, method)(batch, *arguments), batch.response_mask
+        results = getattr(self.learner, method)(batch, *arguments)
+        if not replies:
+            return None
         results = results if isinstance(results, tuple) else (results,)
-        return [value_N[mask].numpy() for value_N in results] if replies else None
+        return [value_N[batch.response_mask].numpy() for value_N in results]
 
     def begin_sync(
         self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool
     ) -> list[Weight] | None:
-        """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns
-        what they are.
+        """Prepare to gather the policy's weights into buckets of ``limit`` bytes.
 
-        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for
-        too small a limit.
+        A rank that ``stages`` keeps each bucket where engines can open it. Rank 0 returns what the
+        weights are. Raises InputError for too small a limit.
         """
         weights = self.learner.weights(dtype)
         size = staged_size(weights, limit)
@@ -142,8 +136,7 @@ class LearnerProcess(Process):
         return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
-        """Gather the next bucket, and return where it is; None after the last, when its memory is
-        free again."""
+        """Gather the next bucket and return where it is, or free the memory after the last."""
         bucket = next(self.buckets, None)
         if bucket is None:
             self.staging = None
@@ -160,20 +153,23 @@ class LearnerProcess(Process):
 
 
 class EngineProcess(Process):
-    """A process for one rollout engine. Its coroutines make the actor asynchronous: samples are
-    awaited together."""
+    """A process for one rollout engine.
+
+    Its coroutines make the actor asynchronous: all samples are awaited together.
+    """
 
     def __init__(self, config: Config, device: torch.device, *process: Any):
         super().__init__(*process)
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.engine: RolloutEngine | None = None
         self.tasks: dict[int, asyncio.Task] = {}
-        self.aborted: set[int] = set()  # abortions that overtook their samples
+        self.aborted: set[int] = set()  # keys whose abortion overtook their sample
 
     async def start(self, reads_weights: bool = False) -> None:
-        """Make the engine; it ``reads_weights`` of the model itself where no learner will send any.
+        """Make the engine. It reads the model's weights itself where no learner will send any.
 
-        It is a call of its own, so that its error arrives unchanged.
+        This is a call of its own, so that its error arrives unchanged.
         """
         # Coroutines run on another thread, and OpenMP counts by thread
         torch.set_num_threads(self.threads)
@@ -181,19 +177,20 @@ class EngineProcess(Process):
         load = None if reads_weights else lambda: load_policy(model).to(self.device)
         self.engine = make_engine(self.config, load, load_tokenizer(model), self.device)
 
-    async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
+    async def sample(self, requests: Sequence[tuple[int, SampleRequest]]) -> AsyncIterator[list]:
         """Yield lists of (key, trajectory or exception), each as soon as it holds something."""
-        finished: asyncio.Queue[int] = asyncio.Queue()
+        ended: asyncio.Queue[int] = asyncio.Queue()
         for key, request in requests:
-            task = self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
-            task.add_done_callback(lambda _, key=key: finished.put_nowait(key))
+            task = asyncio.ensure_future(self.engine.sample(request))
+            task.add_done_callback(lambda _, key=key: ended.put_nowait(key))
+            self.tasks[key] = task
             if key in self.aborted:
                 task.cancel()
         left = len(requests)
         while left:
-            keys = [await finished.get()]
-            while not finished.empty():
-                keys.append(finished.get_nowait())
+            keys = [await ended.get()]
+            while not ended.empty():
+                keys.append(ended.get_nowait())
             left -= len(keys)
             yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
 
@@ -204,12 +201,12 @@ class EngineProcess(Process):
         else:
             self.aborted.add(key)
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine, once what was aborted has ended."""
         ending = [task for task in self.tasks.values() if task.cancelling()]
         await asyncio.gather(*ending, return_exceptions=True)
         self.aborted.clear()
-        return getattr(self.engine, method)(*args)
+        return getattr(self.engine, method)(*arguments)
 
     async def liveness(self) -> None:
         """Wait forever, without blocking the event loop."""
@@ -223,11 +220,14 @@ def _outcome(task: asyncio.Task) -> Any:
 class RewardModelProcess(Process):
     """A process for the reward model, on a GPU of its own where there are any."""
 
+    def __init__(self, cores: int | None, parts: int = 1):
+        super().__init__(cores, parts)
+        self.model: RewardModel | None = None
+
     def load(self, config: Config, device: torch.device) -> None:
         from core.rewards.reward_model import RewardModel
 
-        day = config.data.chat_template_date
-        self.model = RewardModel(config.reward_model, device, day)
+        self.model = RewardModel(config.reward_model, device, config.data.chat_template_date)
 
     def score(self, answers: Sequence[Answer]) -> Scores:
         return self.model.score(answers)
