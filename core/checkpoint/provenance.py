@@ -1,7 +1,6 @@
-"""Which run a checkpoint belongs to, and what a run that resumes has otherwise than the run that
-wrote it.
+"""Which run a checkpoint belongs to, and how a run that resumes differs from the one that wrote it.
 
-What a change of a key means is said by its field's role. This module imports neither torch nor
+The role of a key's field decides what a change means. This module imports neither torch nor
 transformers.
 """
 
@@ -25,61 +24,65 @@ from core.files import file_sha256, local_path
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
-# Of weights, in the order in which transformers looks for them
+# Files of weights, in the order in which transformers looks for them
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")
 MODELS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
 
 def base_of(path: str) -> str:
-    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's or URL's, as
-    this machine has them).
+    """Return the SHA-256 of a model's weights, in a folder or on this machine by a hub id or URL.
 
     Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into
-    other files is the same base; of other formats the files do. Raises FileNotFoundError.
+    other files is the same base. Of other formats the files count. Raises FileNotFoundError.
     """
     folder = Path(local_path(path, "model")).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(path, allow_patterns=list(FORMATS), local_files_only=True))
-    files = next((files for pattern in FORMATS if (files := sorted(folder.glob(pattern)))), None)
-    if files is None:
+    files: list[Path] = []
+    for pattern in FORMATS:
+        files = files or sorted(folder.glob(pattern))
+    if not files:
         raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
-    lines = [
-        line
-        for file in files
-        for line in _tensors(file, file.stat().st_size, file.stat().st_mtime_ns)
-    ]
+    lines: list[str] = []
+    for file in files:
+        state = file.stat()
+        lines += _tensors(file, state.st_size, state.st_mtime_ns)
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def bases(config: Any) -> dict[str, list[str]]:
-    """Return key -> SHA-256 of the weights that it names, of the models that train and are on this
-    machine."""
-    found = {}
+    """Return key -> SHA-256 of weights, of the models that train and are on this machine."""
+    hashes = {}
     for name, key in MODELS.items():
         if name == "actor" or config.has_critic:
             try:
-                found[key] = [base_of(convert.get(config, key))]
+                hashes[key] = [base_of(convert.get(config, key))]
             except (OSError, ValueError) as error:
                 log.info("the weights that the %s starts from are not recorded: %s", name, error)
-    return found
+    return hashes
 
 
 @functools.cache
 def _tensors(file: Path, size: int, changed: int) -> list[str]:
-    """Return a line a tensor of a safetensors file, else one in all; ``size`` and ``changed`` are
-    keys of the cache."""
+    """Return a line for each tensor of a safetensors file, or one line for another file.
+
+    ``size`` and ``changed`` are keys of the cache.
+    """
     if file.suffix != ".safetensors":
         return [f"{file.name} {file_sha256(file)}"]
-    with open(file, "rb") as stream:  # eight bytes of length, a header in JSON, the tensors
-        start, lines = 8 + int.from_bytes(stream.read(8), "little"), []
-        for name, tensor in json.loads(stream.read(start - 8)).items():
-            if name != "__metadata__":
-                begin, end = tensor["data_offsets"]
-                stream.seek(start + begin)
-                digest = hashlib.sha256(stream.read(end - begin)).hexdigest()
-                lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
+    lines = []
+    with open(file, "rb") as stream:
+        # Eight bytes of length, a header in JSON, the tensors
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            stream.seek(8 + header_bytes + begin)
+            digest = hashlib.sha256(stream.read(end - begin)).hexdigest()
+            lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
     return lines
 
 
@@ -100,8 +103,7 @@ class Provenance:
     ranks: int
     threads: int
     config: Mapping[str, Any]  # flat key -> value, as JSON has it
-    # Key -> SHA-256 of the files that it names
-    contents: Mapping[str, list[str]] = field(default_factory=dict)
+    contents: Mapping[str, list[str]] = field(default_factory=dict)  # key -> SHA-256 of its files
     versions: Mapping[str, str] = field(default_factory=package_versions)
 
 
@@ -112,14 +114,11 @@ class Change:
     key: str
     there: Any
     here: Any
-    # Another objective, other data or weights: not without trainer.resume_with_changes
-    refused: bool = False
+    refused: bool = False  # without trainer.resume_with_changes: other objective, data or weights
 
     def __str__(self) -> str:
-        return (
-            f"{self.key} was {brief(show(self.there, self.key))}, is "
-            f"{brief(show(self.here, self.key))}"
-        )
+        there, here = (brief(show(value, self.key)) for value in (self.there, self.here))
+        return f"{self.key} was {there}, is {here}"
 
 
 def check_resume(
@@ -133,52 +132,55 @@ def check_resume(
     """
     fix = "or choose another trainer.experiment_name"
     if saved is None:
-        raise InputError(
-            f"{folder}: the manifest does not say which run it is of, so it cannot be resumed"
-        )
+        rule = "the manifest does not say which run it is of, so it cannot be resumed"
+        raise InputError(f"{folder}: {rule}")
     if saved.seed != run.seed:
         rule = f"{folder} has seed {saved.seed}, which decides the order of the data"
         raise InputError(f"trainer.seed={run.seed}: {rule}; set it to {saved.seed}, {fix}")
-    changed = sorted(_changes(saved, run), key=lambda change: not change.refused)
-    if (refused := [change for change in changed if change.refused]) and not allow:
+    changes = sorted(_changes(saved, run), key=lambda change: not change.refused)
+    refused = [str(change) for change in changes if change.refused]
+    if refused and not allow:
         rule = (
             f"{folder} is of a run with these other settings, and a resumed run must keep its "
-            f"base, its data, what it "
-            f"trains and how it is measured. Take the changes back, {fix}; "
-            f"trainer.resume_with_changes=True goes on "
-            "with them and records them"
+            "base, its data, what it trains and how it is measured. Take the changes back, "
+            f"{fix}; trainer.resume_with_changes=True goes on with them and records them"
         )
-        raise InputError([*map(str, refused), rule])
-    return changed
+        raise InputError([*refused, rule])
+    return changes
 
 
 def _changes(saved: Provenance, run: Provenance) -> Iterator[Change]:
-    """Yield every key whose other value counts, by its role (of a file its content), ranks, threads
-    and packages."""
+    """Yield every key whose other value counts, then other ranks, threads and packages.
+
+    Of files their contents count: a file may have moved.
+    """
     schemas = recorded.schemas()
-    schema = next(
-        (one for one in schemas if run.config.keys() <= convert.all_keys(one).keys()), schemas[0]
-    )
+    keys = run.config.keys()
+    schema = next((each for each in schemas if keys <= convert.all_keys(each).keys()), schemas[0])
     there, here = (recorded.completed(each.config, schema) for each in (saved, run))
     for key in sorted({*there, *here, *saved.contents, *run.contents} - {"trainer.seed"}):
-        role, pair = recorded.role_of(key), [there.get(key), here.get(key)]
-        sums = [saved.contents.get(key), run.contents.get(key)]
-        # Those keys follow the policy's
+        role = recorded.role_of(key)
+        # The critic's keys follow the policy's where nothing reads them
         unread = key.startswith("critic.") and not here.get("critic.enable")
-        same = pair[0] == pair[1]
-        if None not in sums:  # a file may have moved
-            same = sums[0] == sums[1] and (same or role == FILES)
-            named = (", ".join(one[:12] for one in of_key) for of_key in sums)
-            pair = [
-                f"{brief(show(value))} (SHA-256 {text})"
-                for value, text in zip(pair, named, strict=True)
-            ]
-        if not (same or unread or role == BOOKKEEPING):
-            yield Change(key, *pair, refused=role in (IDENTITY, FILES))
-    around = [
-        {"ranks": one.ranks, "threads": one.threads, **dict(sorted(one.versions.items()))}
-        for one in (saved, run)
-    ]
-    for name in dict.fromkeys([*around[0], *around[1]]):
-        if around[0].get(name) != around[1].get(name):
-            yield Change(name, around[0].get(name), around[1].get(name))
+        if unread or role == BOOKKEEPING:
+            continue
+        before, after = there.get(key), here.get(key)
+        same = before == after
+        if key in saved.contents and key in run.contents:
+            equal = saved.contents[key] == run.contents[key]
+            same = equal and (same or role == FILES)
+            before = _with_hashes(before, saved.contents[key])
+            after = _with_hashes(after, run.contents[key])
+        if not same:
+            yield Change(key, before, after, refused=role in (IDENTITY, FILES))
+    before, after = (
+        {"ranks": each.ranks, "threads": each.threads, **dict(sorted(each.versions.items()))}
+        for each in (saved, run)
+    )
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield Change(name, before.get(name), after.get(name))
+
+
+def _with_hashes(value: Any, hashes: Iterable[str]) -> str:
+    return f"{brief(show(value))} (SHA-256 {', '.join(digest[:12] for digest in hashes)})"

@@ -24,14 +24,12 @@ DRIVER = "driver.pt"
 CLASSES = [ScoredGroup, Dropped, Trajectory, Segment, Stop, Score, ScoreStatus]  # of carried groups
 # What numpy pickles
 ARRAYS = [bytes, np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0]]
-DTYPES = [
-    type(np.dtype(name)) for name in ("int32", "int64", "uint32", "float32", "float64", "bool")
-]
+NUMBERS = ("int32", "int64", "uint32", "float32", "float64", "bool")
+DTYPES = [type(np.dtype(name)) for name in NUMBERS]
 
 
 def save_tensors(path: Path, state: Any) -> None:
-    """Write nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's
-    ``state_dict``.
+    """Write nested dicts, lists and tuples of tensors and plain scalars.
 
     Raises OSError for a full disk, which torch reports as an error of its own zip writer.
     """
@@ -42,10 +40,9 @@ def save_tensors(path: Path, state: Any) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise OSError(
-                    error.__context__.errno, error.__context__.strerror, str(path)
-                ) from error
+            reason = error.__context__
+            if isinstance(reason, OSError):
+                raise OSError(reason.errno, reason.strerror, str(path)) from error
             raise
 
 
@@ -58,8 +55,7 @@ def load_tensors(path: Path) -> Any:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all global generators, also those that nothing here draws from: a user's reward function
-    may."""
+    """Seed all global generators. Nothing here draws from some; a user's reward function may."""
     import torch
 
     random.seed(seed)
@@ -68,8 +64,7 @@ def seed_generators(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of the global generators: Python's, numpy's, torch's on the CPU and on
-    every CUDA device."""
+    """Return the states of Python's, numpy's and torch's global generators, on every device."""
     import torch
 
     return {
@@ -81,8 +76,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`rng_state` returned. To be called last: loading a model draws
-    numbers."""
+    """Put back what :func:`rng_state` returned, at last: loading a model draws numbers."""
     import torch
 
     random.setstate(state["python"])
@@ -97,7 +91,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored; ``values`` are
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored. ``values`` are
     the rest.
     """
 
@@ -107,31 +101,31 @@ class DriverState:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``driver.pt``, prompts left out: the run draws them again by their ordinals.
+        """Write ``driver.pt`` without prompts: the run draws them again by their ordinals.
 
         Raises InputError, now and not at the resume, where a user's function left a value that
         cannot be read back.
         """
-        carried = {
-            ordinal: dataclasses.replace(one, prompt=None) if isinstance(one, ScoredGroup) else one
-            for ordinal, one in self.carried.items()
-        }
-        save_tensors(
-            folder / DRIVER, {**vars(self), "carried": carried, "values": dict(self.values)}
-        )
+        carried = self._with_prompts(lambda ordinal: None)
+        state = {**vars(self), "carried": carried, "values": dict(self.values)}
+        save_tensors(folder / DRIVER, state)
         try:
             load_tensors(folder / DRIVER)
         except pickle.UnpicklingError as error:
-            raise InputError(
-                f"{DRIVER}: a score or counter holds what cannot be stored ({error})"
-            ) from error
+            rule = f"a score or counter holds what cannot be stored ({error})"
+            raise InputError(f"{DRIVER}: {rule}") from error
 
     @classmethod
-    def load(cls, folder: Path, prompt_of: Callable[[int], Prompt] | None = None) -> DriverState:
-        """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal, which the run's seed
-        decides."""
+    def load(cls, folder: Path, prompt_of: Callable[[int], Prompt]) -> DriverState:
+        """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal."""
         state = cls(**load_tensors(folder / DRIVER))
-        for ordinal, one in state.carried.items():
-            if isinstance(one, ScoredGroup):
-                state.carried[ordinal] = dataclasses.replace(one, prompt=prompt_of(ordinal))
-        return state
+        return dataclasses.replace(state, carried=state._with_prompts(prompt_of))
+
+    def _with_prompts(
+        self, prompt_of: Callable[[int], Prompt | None]
+    ) -> dict[int, ScoredGroup | Dropped]:
+        carried = dict(self.carried)
+        for ordinal, group in carried.items():
+            if isinstance(group, ScoredGroup):
+                carried[ordinal] = dataclasses.replace(group, prompt=prompt_of(ordinal))
+        return carried

@@ -50,7 +50,7 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path):
     run.fit()
     assert run.run.saved_step == 3 and CheckpointStore(run.run.run_dir).steps() == [2, 3]
     assert json.loads((run.run.store.folder(2) / "actor" / "version.json").read_text()) == 2
-    assert DriverState.load(run.run.store.folder(2)).step == 2
+    assert DriverState.load(run.run.store.folder(2), run.run.stream.prompt).step == 2
 
 
 def test_a_home_folder_is_expanded_wherever_a_run_writes_or_reads(tmp_path, monkeypatch):

@@ -160,7 +160,8 @@ def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     ).init_workers()
     first.fit()
     assert first.run.health.history[SKIPPED] == [0, 1] and len(first.run.health.history[SCORE]) == 2
-    assert DriverState.load(first.run.store.folder(2)).values["health"]["last_healthy_step"] == 2
+    saved = DriverState.load(first.run.store.folder(2), first.run.stream.prompt)
+    assert saved.values["health"]["last_healthy_step"] == 2
     again = scripted()(
         configured(folder, "resumed", *bounds), answers(), report=lose
     ).init_workers()
