@@ -31,6 +31,7 @@ from tests.pools import marked_processes, none_left
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = str(Path(sys.executable).parent)  # not a shim, which is a shell
 LAUNCH = ROOT / "recipes" / "launch"
+PATIENCE_S = 800  # for what takes seconds where nothing else runs
 # Slurm of two nodes on one machine: srun starts a command once a node, at once, and returns the
 # last failure. A signal that srun gets goes to every process of the tasks, as slurmstepd sends it:
 # those are in TASKS, by their sessions.
@@ -95,51 +96,50 @@ class Job:
         self.checkout = folder / "checkout"  # without a .venv, whose ray would be taken
         self.mark = mark
         self.log = folder / "job.log"
+        self.port = str(free_port())
 
     def start(
         self, script: str, *arguments: str, ray: str | None = RAY, **variables: str
     ) -> subprocess.Popen[bytes]:
+        """Start slurm.sbatch with a script."""
+        self.prepare(script, ray)
+        slurm = {
+            "SLURM_SUBMIT_DIR": str(self.checkout),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_ID": "7",
+        }
+        file = str(self.checkout / "recipes/launch/slurm.sbatch")
+        return self.launch("bash", file, "script.sh", *arguments, **{**slurm, **variables})
+
+    def prepare(self, script: str, ray: str | None = RAY) -> None:
         stubs = {"srun": SRUN, "scontrol": SCONTROL, **({"ray": ray} if ray else {})}
         for name, text in stubs.items():
             (self.folder / "bin" / name).write_text(text)
             (self.folder / "bin" / name).chmod(0o755)
         (self.folder / "tasks.py").write_text(TASKS.replace("MARK", self.mark))
         (self.checkout / "script.sh").write_text(script)
+
+    def launch(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen:
         environment = {
             **os.environ,
-            **{"PATH": os.pathsep.join((str(self.folder / "bin"), PYTHON, os.environ["PATH"]))},
-            **{
-                "SLURM_SUBMIT_DIR": str(self.checkout),
-                "SLURM_JOB_NODELIST": "node[1-2]",
-                "SLURM_JOB_NUM_NODES": "2",
-            },
-            **{
-                "SLURM_JOB_ID": "7",
-                "WAIT_S": "200",
-                "POLL_S": "0.2",
-                "RAY_PORT": str(free_port()),
-                self.mark: "1",
-            },
-            **{
-                "TASKS": str(self.folder / "tasks.py"),
-                "CALLS": str(self.folder / "calls"),
-                "STATE": str(self.folder / "state"),
-                **variables,
-            },
+            "PATH": os.pathsep.join((str(self.folder / "bin"), PYTHON, os.environ["PATH"])),
+            "WAIT_S": "600",
+            "POLL_S": "0.2",
+            "RAY_PORT": self.port,
+            self.mark: "1",
+            "TASKS": str(self.folder / "tasks.py"),
+            "CALLS": str(self.folder / "calls"),
+            "STATE": str(self.folder / "state"),
+            **variables,
         }
-        arguments = (
-            "bash",
-            str(self.checkout / "recipes/launch/slurm.sbatch"),
-            "script.sh",
-            *arguments,
-        )
-        with open(self.log, "w") as log:
+        with open(self.log, "a") as log:
             return subprocess.Popen(
-                arguments, cwd=self.folder, env=environment, stdout=log, stderr=log
+                command, cwd=cwd or self.folder, env=environment, stdout=log, stderr=log
             )
 
     def run(self, *arguments: str, **variables: str) -> int:
-        return self.start(*arguments, **variables).wait(120)
+        return self.start(*arguments, **variables).wait(PATIENCE_S)
 
     def calls(self) -> list[str]:
         return read_lines(self.folder / "calls")
@@ -154,7 +154,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def until(condition: Callable[[], object], job: Job, seconds: float = 120) -> None:
+def until(condition: Callable[[], object], job: Job, seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, job.log.read_text()
@@ -234,7 +234,7 @@ def test_a_signal_reaches_the_script_and_the_cluster_stays_until_it_has_saved(
     job.process = job.start(SAVES.replace("EXEC", wrapped))
     until(lambda: "training" in job.calls(), job)
     reach(job, number)
-    job.process.wait(60)
+    job.process.wait(PATIENCE_S)
     calls = job.calls()
     assert "saved" in calls, job.log.read_text()
     saved = calls.index("saved")
@@ -269,7 +269,7 @@ def test_a_script_does_not_run_on_a_cluster_that_holds_the_port(job):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize(
     ("reach", "number"),
     [(the_batch_shell, signal.SIGUSR1), (everything, signal.SIGTERM)],
@@ -291,13 +291,13 @@ def test_a_run_on_two_raylets_saves_when_its_job_ends(job, tmp_path, reach, numb
         SPT_NOENV="1",
         **NICE,
     )
-    until(lambda: len(read_lines(run / "metrics.jsonl")) >= 3, job, 300)
+    until(lambda: len(read_lines(run / "metrics.jsonl")) >= 3, job)
     reach(job, number)
-    assert job.process.wait(120) == 0, job.log.read_text()
+    assert job.process.wait(PATIENCE_S) == 0, job.log.read_text()
     assert CheckpointStore(run).latest().step >= 2
     assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
     assert ("scontrol requeue 7" in job.calls()) == (number == signal.SIGUSR1)
-    assert none_left(job.pids, 30)
+    assert none_left(job.pids, 120)
 
 
 def test_the_image_and_its_constraints_are_of_one_cuda_and_choose_vllms_cuda_build():
@@ -311,18 +311,153 @@ def test_the_image_and_its_constraints_are_of_one_cuda_and_choose_vllms_cuda_bui
     assert "FROM" not in (LAUNCH / "README.md").read_text()
 
 
+# -- files for KubeRay and SkyPilot: only fields that their documents have, of the type there ------
+
+NAMES = {"*": str}  # any names
+POD = {  # Kubernetes' PodTemplateSpec
+    "metadata": {"labels": NAMES, "annotations": NAMES},
+    "spec": {
+        "containers": [
+            {
+                "name": str,
+                "image": str,
+                "imagePullPolicy": str,
+                "env": [{"name": str, "value": str}],
+                "resources": {"requests": NAMES, "limits": NAMES},
+                "volumeMounts": [{"name": str, "mountPath": str, "subPath": str, "readOnly": bool}],
+            }
+        ],
+        "volumes": [
+            {
+                "name": str,
+                "persistentVolumeClaim": {"claimName": str, "readOnly": bool},
+                "emptyDir": {"medium": str, "sizeLimit": str},
+            }
+        ],
+        "nodeSelector": NAMES,
+        "serviceAccountName": str,
+    },
+}
+RAY_JOB = {  # ray.io/v1 of KubeRay 1.5.1
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "namespace": str, "labels": NAMES, "annotations": NAMES},
+    "spec": {
+        "entrypoint": str,
+        "runtimeEnvYAML": str,
+        "submissionMode": str,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": int,
+        "activeDeadlineSeconds": int,
+        "backoffLimit": int,
+        "suspend": bool,
+        "rayClusterSpec": {
+            "rayVersion": str,
+            "enableInTreeAutoscaling": bool,
+            "authOptions": {"mode": str, "secretName": str},
+            "headGroupSpec": {"rayStartParams": NAMES, "serviceType": str, "template": POD},
+            "workerGroupSpecs": [
+                {
+                    "groupName": str,
+                    "replicas": int,
+                    "minReplicas": int,
+                    "maxReplicas": int,
+                    "numOfHosts": int,
+                    "rayStartParams": NAMES,
+                    "template": POD,
+                }
+            ],
+        },
+    },
+}
+SKYPILOT_TASK = {  # of SkyPilot 0.14
+    "name": str,
+    "workdir": str,
+    "num_nodes": int,
+    "resources": {"accelerators": str, "cpus": str, "memory": str, "disk_size": int, "infra": str},
+    "envs": NAMES,
+    "secrets": {"*": type(None)},
+    "file_mounts": {"*": {"name": str, "source": str, "store": str, "mode": str}},
+    "setup": str,
+    "run": str,
+}
+
+
+def misfits(value: object, schema: object, where: str = "") -> list[str]:
+    """Return the fields that a schema does not have, or that have another type."""
+    if isinstance(schema, dict) and isinstance(value, dict):
+        found = []
+        for name, item in value.items():
+            known = schema.get(name, schema.get("*"))
+            inside = f"{where}.{name}"
+            found += [inside] if known is None else misfits(item, known, inside)
+        return found
+    if isinstance(schema, list) and isinstance(value, list):
+        return [field for item in value for field in misfits(item, schema[0], f"{where}[]")]
+    return [] if type(value) is schema else [where]
+
+
+def test_the_yaml_files_have_only_documented_fields():
+    ray_job = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())
+    assert misfits(ray_job, RAY_JOB) == []
+    assert misfits(yaml.safe_load((LAUNCH / "skypilot.yaml").read_text()), SKYPILOT_TASK) == []
+    ray_job["spec"]["backoffLimit"] = "3"
+    ray_job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplica"] = 16
+    where = ".spec.rayClusterSpec.workerGroupSpecs[]"
+    assert misfits(ray_job, RAY_JOB) == [".spec.backoffLimit", f"{where}.minReplica"]
+
+
+def test_the_pods_mount_volumes_that_they_have_and_install_rays_version():
+    spec = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+    pins = (ROOT / "environment" / "constraints-cuda.txt").read_text()
+    assert f"ray=={spec['rayVersion']}\n" in pins
+
+
+def test_skypilots_commands_start_ray_on_each_node_and_run_the_script(job, tmp_path):
+    """As SkyPilot runs them: on each node at once, in the folder of the checkout."""
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    job.prepare('echo "$RAY_ADDRESS $DAPO_DIR $PWD $*" > "$CALLS.script"; ls "$STATE"')
+    shared = tmp_path / "shared"
+    commands = task["run"].replace("/shared", str(shared))
+    variables = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.7",
+        "RAY_AUTH_TOKEN": "0" * 64,
+        **task["envs"],
+        "SCRIPT": "script.sh",
+        "ARGUMENTS": "a=1 b=2",
+    }
+    assert subprocess.run(["bash", "-n", "-c", task["setup"] + commands]).returncode == 0
+    nodes = []
+    for rank in ("0", "1"):
+        words = "bash", "-c", commands
+        options = {"cwd": job.checkout, "SKYPILOT_NODE_RANK": rank, **variables}
+        nodes.append(job.launch(*words, **options))
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], job.log.read_text()
+    address = f"127.0.0.1:{job.port}"
+    written = (job.folder / "calls.script").read_text().split()
+    assert written == [address, str(shared / "data/dapo"), str(shared / "runs"), "a=1", "b=2"]
+    assert len(re.findall(r"^(head|node)-\d+$", job.log.read_text(), re.M)) == 2
+    assert none_left(job.pids)
+
+
 def test_the_job_server_is_installed_and_rayjob_finds_the_images_folder():
     assert importlib.util.find_spec("aiohttp_cors") and importlib.util.find_spec("opencensus")
     spec = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())["spec"]
     folder = re.search(r"^WORKDIR (\S+)", (ROOT / "Dockerfile").read_text(), re.M)[1]
     assert f"bash {folder}/recipes/" in spec["entrypoint"]
-    assert (
-        int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
-    )
+    variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path, monkeypatch):
     """The lines of README.md, with another port and a tiny run."""
     prepare(tmp_path)
@@ -359,14 +494,14 @@ def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path
     def job(*words: str) -> str:
         line = [ray, "job", words[0], f"--address=http://127.0.0.1:{dashboard}", *words[1:]]
         return subprocess.run(
-            line, env=environment, capture_output=True, text=True, timeout=200
+            line, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
         ).stdout
 
     with subprocess.Popen(
         start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as head:
         try:
-            deadline = time.monotonic() + 200
+            deadline = time.monotonic() + PATIENCE_S
             submit = (
                 "submit",
                 "--submission-id=tiny",
@@ -378,11 +513,11 @@ def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path
             while "tiny" not in job(*submit):
                 assert time.monotonic() < deadline
             while len(read_lines(run / "metrics.jsonl")) < 1:
-                assert time.monotonic() < deadline + 200, job("logs", "tiny")
+                assert time.monotonic() < deadline + PATIENCE_S, job("logs", "tiny")
                 time.sleep(0.2)
             job("stop", "tiny")
             assert CheckpointStore(run).latest() is not None, job("logs", "tiny")
             assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
         finally:
             head.kill()
-    assert none_left(lambda: marked_processes(mark), 60)
+    assert none_left(lambda: marked_processes(mark), 120)

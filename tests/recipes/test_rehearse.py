@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.config import examine
-from recipes.launch.rehearse import PHASES, Strikes, hang_itself, kill_itself, shrunk
+from recipes.launch.rehearse import shrunk
+from recipes.launch.strikes import PHASES, Strikes, hang_itself, kill_itself
 from results.reporting.run_scripts import read_script
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
