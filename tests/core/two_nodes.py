@@ -17,7 +17,8 @@ from pathlib import Path
 
 PATIENCE_S = 240
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
-OPTIONS = ("--num-cpus=2", "--object-store-memory=100000000", "--block")
+# A core, so that a run of a rank a node fills both
+OPTIONS = ("--num-cpus=1", "--object-store-memory=100000000", "--block")
 
 
 def namespaces() -> bool:

@@ -17,6 +17,7 @@ from tests.faults.tiny_run import command
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.xdist_group("two_nodes")]
 LOSSES = Path("core/algorithm/losses.py")
+SCRIPT = "ppo/run_deepseek7b_gsm8k.sh"
 NODES = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
 
 
@@ -46,6 +47,17 @@ def started(
     return disturbed(factory, folder, env={**env, "RAY_ADDRESS": cluster.address}, **options)
 
 
+def rehearsal(cluster: TwoNodes, files: Path) -> str:
+    """Return the page of a rehearsal over the nodes of a cluster."""
+    script = ["bash", str(ROOT / "recipes/launch/rehearse.sh"), str(ROOT / "recipes" / SCRIPT)]
+    data = [f"data.{name}_files={files / 'train.parquet'}" for name in ("train", "val")]
+    env = {**cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([*script, *data], cwd=files, env=env, capture_output=True, text=True)
+    pages = sorted((files / "outputs/rehearsal").glob("*/page.md"))
+    assert pages, done.stderr
+    return pages[-1].read_text()
+
+
 def test_other_code_or_another_model_on_a_node_is_refused_and_equal_ones_are_recorded(
     cluster, files, other_files
 ):
@@ -56,6 +68,8 @@ def test_other_code_or_another_model_on_a_node_is_refused_and_equal_ones_are_rec
     run = started(cluster, files, files / "code")
     assert run.status == 2 and f"{LOSSES}: differs from the driver's on node 127.0.0.2" in run.log
     assert "Traceback" not in run.log and run.log.count(" on node ") == 1
+    differs = f"| **no** | {LOSSES}: differs from the driver's on node 127.0.0.2"
+    assert differs in rehearsal(cluster, files)
 
     losses.write_text(whole)
     settings = other_files / "model/config.json"
@@ -85,19 +99,20 @@ def test_a_lost_node_is_named_and_waited_for_and_its_successor_goes_on(cluster, 
     def lose(run: Watched) -> None:
         more = command(files, "ppo", 1, *NODES, "trainer.wait_for_nodes_s=10")(files / "second")
         env = {**cluster.env, "RAY_ADDRESS": cluster.address}
-        second.append(
-            subprocess.run(more, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-        )
+        second.append(subprocess.run(more, cwd=ROOT, env=env, capture_output=True, text=True))
         cluster.kill("127.0.0.2")
         run.until(lambda: "nodes that have gone: 127.0.0.2" in run.log())
+        steps = run.steps()
         cluster.start("127.0.0.2")
+        run.until(lambda: run.steps() > steps)
+        run.process.terminate()
 
-    wait = "trainer.max_restarts=4", "trainer.wait_for_nodes_s=60", "trainer.save_freq=1"
-    slow = "actor_rollout_ref.actor.ppo_epochs=40"  # the run lasts while others look at it
-    run = started(cluster, files, files / "lost", *wait, slow, steps=12, act=lose, after=1)
+    wait = "trainer.max_restarts=100", "trainer.wait_for_nodes_s=30", "trainer.save_freq=1"
+    endless = {"steps": 100_000, "act": lose, "after": 1}
+    run = started(cluster, files, files / "lost", *wait, "trainer.test_freq=-1", **endless)
     assert run.status == 0, run.log
     assert "1 of 2 nodes have room; nodes that have gone: 127.0.0.2; free CPUs by node: " in run.log
-    assert "restart 1 of 4, after step" in run.log
+    assert "restart 1 of 100, after step" in run.log
     assert second[0].returncode == 2 and "free CPUs by node: " in second[0].stderr
     # While it waited, and at its end
     assert second[0].stderr.count("0 of 2 nodes have room") == 2, second[0].stderr
