@@ -37,7 +37,7 @@ from core.config import (
     verl_names,
 )
 from core.config.defaults import has_accelerator, resolve
-from core.config.section import Limit, Problem, show
+from core.config.section import Limit, Problem, show, thaw
 from core.dry_run import is_dry_run
 from core.errors import (
     FULL,
@@ -93,8 +93,10 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
 
 def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) -> Config:
-    """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run
-    or ``--help``."""
+    """Return the configuration to run, or end the process.
+
+    It ends with 2 for problems, with 0 after a dry run or ``--help``.
+    """
     # A terminal without a character that was typed shows its number
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -104,7 +106,8 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
         text, known = help_text(recipe, argv[:at], words)
         print(text, file=sys.stdout if known else sys.stderr)
         raise SystemExit(0 if known else 1)
-    dry, composed = is_dry_run(), examine(recipe, argv)
+    dry = is_dry_run()
+    composed = examine(recipe, argv)
     remember(composed.words, convert.as_tree(composed.config))
     problems = all_problems(composed, composed.typed if dry else None)
     if dry and not problems:
@@ -121,19 +124,19 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
 
 
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Return the problems of a configuration and with what it names; in a dry run with the
-    ``typed`` paths only."""
+    """Return the problems of a configuration and of what it names.
+
+    ``typed`` are the keys whose paths have to exist in a dry run; None: a run begins.
+    """
     from core.algorithm.correction_bounds import threshold_problems
     from core.tracking.tracker import folder_problem
     from core.vision import pictures
 
     config = composed.config
-    # These keys hold their defaults
-    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)
-    absent = [
-        line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)
-    ]
-    problems = [*composed.problems, *absent]
+    problems = list(composed.problems)
+    # A refused key holds its default, whose path nobody gave
+    refused = {line.partition("=")[0] for line in problems}
+    problems += [str(path) for path in paths.missing(config, typed) if path.key not in refused]
     if in_the_way := folder_problem(config):
         problems.append(in_the_way)
     if typed is None:
@@ -148,16 +151,18 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
 
 
 def _missing_here(config: Config) -> list[str]:
-    """Return what this machine lacks for a run of the configuration, a line each: key, value, rule,
-    fix."""
-    trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
-    engine, lines = registry.ENGINES[name], []
+    """Return what this machine lacks for a run of the configuration, a line each."""
+    trainer = config.trainer
+    name = config.actor_rollout_ref.rollout.name
+    engine = registry.ENGINES[name]
     packages = {"trainer.backend=ray": "ray"} if trainer.backend == "ray" else {}
     if config.needs_engine and engine.package is not None:
         packages[f"actor_rollout_ref.rollout.name={name}"] = engine.package
-    for key, package in packages.items():
+    lines = []
+    for setting, package in packages.items():
         if find_spec(package) is None:
-            lines.append(f"{key}: {package} is not installed; make setup installs it where it can")
+            rule = f"{package} is not installed"
+            lines.append(f"{setting}: {rule}; make setup installs it where it can")
     if config.needs_engine and engine.problems:
         lines += code_by_path.load_object(engine.problems)(config)
     # Over Ray the driver's own machine may have no GPU
@@ -165,9 +170,8 @@ def _missing_here(config: Config) -> list[str]:
         import torch
 
         if not torch.cuda.is_available():
-            lines.append(
-                "trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi"
-            )
+            rule = "PyTorch finds no GPU here"
+            lines.append(f"trainer.device=cuda: {rule}; use cpu, or see nvidia-smi")
     if no_cluster := paths.address_problem(config):
         lines.append(str(no_cluster))
     elif trainer.backend == "ray" and not lines:
@@ -176,12 +180,10 @@ def _missing_here(config: Config) -> list[str]:
 
 
 def ranks_on_cpus(composed: Composed) -> Problem | None:
-    """Return the problem of ranks that were asked for as GPUs, and will compute on a CPU without a
-    word."""
-    trainer, key = composed.config.trainer, "trainer.n_gpus_per_node"
-    if trainer.backend != "ray" or trainer.device or has_accelerator():
-        return None
-    if key not in composed.given:
+    """Return the problem of ranks that were requested as GPUs and would compute on a CPU."""
+    trainer = composed.config.trainer
+    key = "trainer.n_gpus_per_node"
+    if trainer.backend != "ray" or trainer.device or has_accelerator() or key not in composed.given:
         return None
     rule = "this machine has no GPU, so that learner ranks would compute on its CPU"
     fix = "set trainer.device=cpu if that is meant, or cuda where a cluster has the GPUs"
@@ -189,14 +191,20 @@ def ranks_on_cpus(composed: Composed) -> Problem | None:
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
-    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function,
-    hooks, tools, loggers.
+    """Return what is wrong in the local files of a dry run.
 
-    As a start does, where data and model are on this machine; else the columns and first rows, and
-    the function.
+    If data and model are on this machine, everything is read as a start reads it: data, tokenizer,
+    reward function, hooks, tools. Otherwise only loggers, columns, first rows and the function are.
     """
-    data, custom, problems = config.data, config.custom_reward_function, []
-    files, model = [*data.train_files, *data.val_files], config.actor_rollout_ref.model.path
+    from core.data.parquet import ExampleFile
+    from core.rewards.grading import CustomFunction
+    from core.tracking.loggers import check_loggers
+
+    problems: list[str] = []
+    data = config.data
+    custom = config.custom_reward_function
+    files = [*data.train_files, *data.val_files]
+    model = config.actor_rollout_ref.model.path
     here = [path for path in (*files, model) if Path(path).expanduser().exists()]
 
     def tried(work: Callable[..., Any], *arguments: Any) -> None:
@@ -209,22 +217,16 @@ def open_files(trainer: str, config: Config) -> list[str]:
                 raise
             problems.append(line)
 
-    from core.data.parquet import ExampleFile
-    from core.rewards.grading import CustomFunction
-    from core.tracking.loggers import check_loggers
+    def read_first(path: str) -> None:
+        ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0)
 
     tried(check_loggers, config.trainer.logger)
-    for path in here if config.generates else ():
-        if path in files:
-            tried(
-                lambda path: ExampleFile(
-                    path, data.prompt_key, data.reward_fn_key, data.image_key
-                ).example(0),
-                path,
-            )
+    for path in here:
+        if path in files and config.generates:
+            tried(read_first, path)
     if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
-        tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
-    # Which another machine answers
+        tried(CustomFunction, custom.path, custom.name, thaw(custom.reward_kwargs))
+    # A judge is on another machine
     if not problems and len(here) > len(files) and not config.reward_model.judged:
         run = load_trainer(trainer)(config)
         tried(run.load_data)
@@ -244,17 +246,17 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
 
 
 def _notes(composed: Composed) -> dict[str, list[str]]:
-    """Return warnings, keys of other versions with what they were read as, and keys without
-    effect."""
-    read = [
-        f"{key}={show(value, key)}: "
-        f"{', '.join(f'{name}={show(item, name)}' for name, item in settings.items())}"
-        for key, (value, settings) in composed.read.items()
-    ]
+    """Return warnings, what keys of other versions were read as, and keys without effect."""
+    warnings = list(composed.warnings)
+    if on_cpus := ranks_on_cpus(composed):
+        warnings.append(str(on_cpus))
+    read = []
+    for key, (value, settings) in composed.read.items():
+        meaning = ", ".join(f"{name}={show(item, name)}" for name, item in settings.items())
+        read.append(f"{key}={show(value, key)}: {meaning}")
     unused = [
         f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()
     ]
-    warnings = [*composed.warnings, *(str(each) for each in [ranks_on_cpus(composed)] if each)]
     return {"warning": warnings, "read as": read, "no effect": unused}
 
 
@@ -264,24 +266,22 @@ def _report(recipe: str, composed: Composed) -> str:
 
     config = composed.config
     planned_gpu = DEFAULT_GPU if ranks_on_cpus(composed) else None  # GPUs that are elsewhere
-    changes = diff(resolve(recipes.schema_of(recipe)(), recipe), config).items()
-    effective = (
-        (key, old, new) for key, (old, new) in changes if key not in composed.without_effect
-    )
-    no_cluster = paths.address_problem(config)
+    defaults = resolve(recipes.schema_of(recipe)(), recipe)
+    changes = [
+        f"{key}={show(new, key)} (default {show(old, key)})"
+        for key, (old, new) in diff(defaults, config).items()
+        if key not in composed.without_effect
+    ]
+    not_checked = list(paths.not_checked(config))
+    if no_cluster := paths.address_problem(config):
+        not_checked.append(f"cluster: {no_cluster}")
+    not_checked += length_notes(config)
+    plan = f"plan (python -m core.plan {recipe} --gpu NAME plans for others)"
     blocks = {
-        "differs from the defaults": [
-            f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective
-        ],
+        "differs from the defaults": changes,
         **_notes(composed),
-        "not checked here": [
-            *paths.not_checked(config),
-            *([f"cluster: {no_cluster}"] if no_cluster else []),
-            *length_notes(config),
-        ],
-        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(
-            config, planned_gpu
-        ),
+        "not checked here": not_checked,
+        plan: plan_lines(config, planned_gpu),
     }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks.items():
@@ -291,14 +291,11 @@ def _report(recipe: str, composed: Composed) -> str:
 
 
 def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
-    """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all
-    of them."""
-    presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
-    lines = (
-        []
-        if words
-        else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
-    )
+    """Return the text of ``--help``, and whether any key has all of the ``words``."""
+    lines: list[str] = []
+    if not words:
+        presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
+        lines = USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
     width = max(40, min(120, shutil.get_terminal_size((120, 24)).columns))
     wrap = textwrap.TextWrapper(
         width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
@@ -312,29 +309,28 @@ def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tu
         ]
         if hits and (words or not title):
             lines += [title] * bool(title)
-            lines += [
-                line
-                for head, text in hits
-                for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))
-            ]
+            for head, text in hits:
+                lines += [*wrap.wrap(head), *wrap.wrap(f"    {text}")]
     if lines:
         return "\n".join(lines), True
-    return (
-        f"--help {' '.join(words)}: no key has this in its name, its comment or its choices",
-        False,
-    )
+    nothing = "no key has this in its name, its comment or its choices"
+    return f"--help {' '.join(words)}: {nothing}", False
 
 
 def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield ``key=default`` and what is said of it, of every key of the recipe. Defaults are under
-    the overrides."""
+    """Yield ``key=default`` and the description of every key of the recipe.
+
+    Defaults are those under the overrides.
+    """
     config = examine(recipe, overrides).config
     for key, hint in convert.all_keys(type(config)).items():
-        section, said = type(config), []  # a section's description is its keys' too
+        descriptions = []  # a section's description is its keys' too
+        section = type(config)
         for name in key.split("."):
-            said.append(section.model_fields[name].description)
+            descriptions.append(section.model_fields[name].description)
             section = type(getattr(section(), name))
-        text = " ".join(f"{part[0].upper()}{part[1:]}." for part in [*said, choices(hint)] if part)
+        sentences = filter(None, [*descriptions, choices(hint)])
+        text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
         yield f"{key}={show(convert.get(config, key), key)}", text
 
 
@@ -350,8 +346,7 @@ def choices(hint: Any) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Lines of a log may quote a model's text, whose control characters must not reach a
-    terminal."""
+    """Lines of a log may quote a model's text: its control characters stay off the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -378,9 +373,12 @@ def work(trainer: str, config: Config) -> None:
 
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
-    """Train to the end, restarting from the run's last checkpoint when a process dies or hangs.
-    Return the trainer."""
-    limit, restarts = config.trainer.max_restarts, 0
+    """Train to the end and return the trainer.
+
+    If a process dies or hangs, training restarts from the run's last checkpoint.
+    """
+    limit = config.trainer.max_restarts
+    restarts = 0
     began_in = os.getcwd()  # a scorer may change it, and paths of data and models are relative
     while True:
         trained = trainer(config)
@@ -406,11 +404,10 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
 
 
 def _end(error: Exception, run_dir: Path) -> NoReturn:
-    """End the process with a line: with 2 where the input is at fault, 1 where the run or the
-    machine is.
+    """End the process with a line: with 2 for a fault of the input, 1 of the run or the machine.
 
-    An exception of a user's own code ends with its traceback and a line. Any other one is raised
-    again.
+    An exception of a user's own code ends with its traceback and a line. Any other exception is
+    raised again.
     """
     expected = isinstance(error, InputError | UnhealthyRun | OutOfMemory)
     if not expected and (line := fault_of_user(error)) is not None:
@@ -422,25 +419,18 @@ def _end(error: Exception, run_dir: Path) -> NoReturn:
     if isinstance(error, OSError):
         error = write_failed(error, error.filename or run_dir, "a file")
     print(printable(message_of(error)), file=sys.stderr)
-    raise SystemExit(
-        2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1
-    ) from error
+    by_input = isinstance(error, InputError) and not isinstance(error, WriteFailed)
+    raise SystemExit(2 if by_input else 1) from error
 
 
 def fault_of_user(error: BaseException) -> str | None:
-    """Return the traceback and a line for an exception that a user's own file raised; None for any
-    other."""
+    """Return the traceback and a line for an exception that a user's own file raised, or None."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = next(
-        (number for number, frame in enumerate(frames) if code_by_path.is_own(frame.filename)), None
-    )
-    if at is None:
+    while frames and not code_by_path.is_own(frames[0].filename):
+        frames.pop(0)
+    if not frames:
         return None
-    trace = "".join(traceback.format_list(frames[at:])) + "".join(
-        traceback.format_exception_only(error)
-    )
-    where = f"{frames[at].filename}: {frames[at].name} raised {type(error).__name__}"
-    return (
-        f"Traceback of your code:\n{trace}{where}; correct it: recipes/README.md has what it "
-        f"is called with"
-    )
+    trace = traceback.format_list(frames) + traceback.format_exception_only(error)
+    where = f"{frames[0].filename}: {frames[0].name} raised {type(error).__name__}"
+    fix = "correct it: recipes/README.md has what it is called with"
+    return f"Traceback of your code:\n{''.join(trace)}{where}; {fix}"

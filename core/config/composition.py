@@ -78,16 +78,15 @@ def examine(
     """
     schema = recipes.schema_of(recipe)
     line, file, script, typed = _read(recipe, overrides)
-    presets, warnings = _presets(file, script, typed)
-    trees = [_preset(recipe, name) for name in presets]
+    trees, no_presets, warnings = _presets(recipe, file, script, typed)
     tree = over(convert.as_tree(schema()), trees[0], nested(file.values))
     tree = over(tree, trees[1], nested(script.values), trees[2])
     tree = over(tree, literal(own_tree(base or {}, schema)), nested(typed.values))
     layers = (file, script, typed)
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += filter(None, (_preset_problem(recipe, name) for name in presets))
     foreign = _joined(layer.foreign for layer in layers)
-    problems += _techniques_that_are_on(foreign)
+    techniques_on, techniques_off = _techniques(foreign)
+    problems += [*no_presets, *techniques_on]
     tree, unresolved = _resolved(tree, schema)
     warnings = [*typed.warnings, *warnings, *_write_dashes(tree)]
     config, refused = validated(schema, tree, line)
@@ -108,7 +107,7 @@ def examine(
         scripted=frozenset(script.values),
         read=_joined(layer.read for layer in layers),
         unused=_joined(layer.unused for layer in layers)
-        | _techniques_that_are_off(foreign)
+        | techniques_off
         | {key: (given[key], reasons[key]) for key in given if reasons[key]},
         without_effect=frozenset(key for key, reason in reasons.items() if reason),
     )
@@ -290,56 +289,49 @@ def _set(key: str, value: Any, layer: Layer, line: Line) -> None:
         layer.values[key] = value
 
 
-def _techniques_that_are_on(foreign: Tree) -> Iterator[Problem]:
-    """Yield a problem with that recipe's name for each technique of another recipe that is on."""
+def _techniques(foreign: Tree) -> tuple[Problems, dict[str, tuple[Any, str]]]:
+    """Return problems of another recipe's techniques that are on, and the keys of those off.
+
+    A problem has that recipe's name.
+    """
+    problems: Problems = []
+    unused = {}
     for key, value in foreign.items():
         recipe, switch = recipes.owner_of(key)
-        if key == switch and value:
+        if not foreign.get(switch):
+            unused[key] = (value, f"{switch} is off")
+        elif key == switch:
             rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
-            yield Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}")
-
-
-def _techniques_that_are_off(foreign: Tree) -> dict[str, tuple[Any, str]]:
-    """Return the keys of another recipe's techniques that are off -> value, reason."""
-    switches = {key: recipes.owner_of(key)[1] for key in foreign}
-    return {
-        key: (value, f"{switches[key]} is off")
-        for key, value in foreign.items()
-        if not foreign.get(switches[key])
-    }
+            problems.append(
+                Problem(key, value, rule, f"run python -m recipes.{recipe}.main_{recipe}")
+            )
+    return problems, unused
 
 
 # --- presets ---
 
 
-def _presets(file: Layer, script: Layer, typed: Layer) -> tuple[list[str | None], list[str]]:
-    """Return the preset of each layer that counts, and warnings of those that do not."""
+def _presets(
+    recipe: str, file: Layer, script: Layer, typed: Layer
+) -> tuple[list[Tree], Problems, list[str]]:
+    """Return the tree of the preset of each layer, problems and warnings.
+
+    A typed preset takes the place of the script's, and both that of the file's.
+    """
+    files = {path.stem: path for path in (recipes.folder(recipe) / "preset").glob("*.yaml")}
     above = typed.preset or script.preset
-    if file.preset in (None, above) or above is None:
-        warnings = []
-    else:
-        warnings = [str(_twice("preset", above, file.preset))]
-    of_file = None if above else file.preset
-    return [of_file, None if typed.preset else script.preset, typed.preset], warnings
-
-
-def _preset_files(recipe: str) -> dict[str, Path]:
-    return {path.stem: path for path in (recipes.folder(recipe) / "preset").glob("*.yaml")}
-
-
-def _preset(recipe: str, name: str | None) -> Tree:
-    """Return the tree of a recipe's preset."""
-    path = _preset_files(recipe).get(name)
-    return (path and convert.read_table(path)) or {}
-
-
-def _preset_problem(recipe: str, name: str | None) -> Problem | None:
-    files = _preset_files(recipe)
-    if name is None or name in files:
-        return None
-    choose = f"choose one of {', '.join(sorted(files))}"
-    fix = choose if files else "leave it out: this recipe has none"
-    return Problem("preset", name, "unknown preset", fix)
+    in_script = None if typed.preset else script.preset
+    trees: list[Tree] = []
+    problems: Problems = []
+    for name in (None if above else file.preset, in_script, typed.preset):
+        if name is not None and name not in files:
+            choose = f"choose one of {', '.join(sorted(files))}"
+            fix = choose if files else "leave it out: this recipe has none"
+            problems.append(Problem("preset", name, "unknown preset", fix))
+        trees.append((name in files and convert.read_table(files[name])) or {})
+    hidden = file.preset is not None and above not in (None, file.preset)
+    warnings = [str(_twice("preset", above, file.preset))] if hidden else []
+    return trees, problems, warnings
 
 
 # --- trees ---

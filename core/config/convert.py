@@ -39,7 +39,8 @@ def sections(schema: type[Section] = Config) -> dict[str, type[Section]]:
 
 def known(key: str, schema: type[Section] = Config) -> bool:
     """Return whether the schema has the key, or a mapping of the user's own that holds it."""
-    keys, names = all_keys(schema), key.split(".")
+    keys = all_keys(schema)
+    names = key.split(".")
     above = [keys.get(".".join(names[:depth])) for depth in range(1, len(names))]
     return key in keys or any(Open in (hint, *get_args(hint)) for hint in above)
 

@@ -49,7 +49,8 @@ def recipe_of(config: Config, run_dir: Path) -> str:
 def models(config: Config) -> dict[str, str | None]:
     """Return key -> path, URL or hub id of every model; None if nothing loads the key's model."""
     policy = config.actor_rollout_ref.model
-    critic, reward = config.critic.model.path, config.reward_model
+    critic = config.critic.model.path
+    reward = config.reward_model
     is_another = config.has_critic and critic != policy.path
     return {
         "actor_rollout_ref.model.path": policy.path,
@@ -147,7 +148,8 @@ def address_problem(config: Config) -> Problem | None:
 
     On CPUs a local Ray stands for all nodes.
     """
-    trainer, models = config.trainer, config.actor_rollout_ref
+    trainer = config.trainer
+    models = config.actor_rollout_ref
     if trainer.backend != "ray" or trainer.device == "cpu" or cluster_address(config) is not None:
         return None
     nodes = {"trainer.nnodes": trainer.nnodes}

@@ -98,7 +98,8 @@ def parts_divide_ranks(config: Config) -> Broken:
         ref = "actor_rollout_ref.ref"
         learners.append((ref, ref, models.ref, models.ref.fsdp_config, models.model))
     for section, fsdp_section, learner, fsdp, model in learners:
-        ulysses, layers = getattr(learner, ULYSSES), getattr(learner, LAYERS)
+        ulysses = getattr(learner, ULYSSES)
+        layers = getattr(learner, LAYERS)
         if ranks % learner.together:
             rule = f"{ULYSSES}={ulysses} times {LAYERS}={layers} must divide the {ranks} ranks"
             yield f"{section}.{ULYSSES if layers == 1 else LAYERS}", rule, "change one of them"
@@ -252,7 +253,8 @@ def vllm_draws_at_the_temperature(config: Config) -> Broken:
 
 
 def places_fit(config: Config) -> Broken:
-    models, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    models = config.actor_rollout_ref
+    rollout = models.rollout
     if config.trainer.backend == "local" and not models.hybrid_engine:
         rule = "needs a cluster: trainer.backend=local runs learner and engine in one process"
         fix = (

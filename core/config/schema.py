@@ -62,30 +62,31 @@ RewardManager = Literal[*registry.REWARD_MANAGERS]
 
 # When keys have an effect
 OWN_POOL = Condition(
-    lambda c, own: not c.actor_rollout_ref.hybrid_engine,
+    lambda c, section: not c.actor_rollout_ref.hybrid_engine,
     "needs actor_rollout_ref.hybrid_engine=False",
 )
 SHARED_POOL = Condition(
-    lambda c, own: c.actor_rollout_ref.hybrid_engine, "needs actor_rollout_ref.hybrid_engine"
+    lambda c, section: c.actor_rollout_ref.hybrid_engine, "needs actor_rollout_ref.hybrid_engine"
 )
 IN_PROCESS = Condition(
-    lambda c, own: c.in_one_process,
+    lambda c, section: c.in_one_process,
     "needs actor_rollout_ref.rollout.name=hf and trainer.backend=local",
 )
 REFERENCE = Condition(
-    lambda c, own: c.needs_ref,
+    lambda c, section: c.needs_ref,
     "needs algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
 )
-CRITIC = Condition(lambda c, own: c.has_critic, "needs critic.enable")
-QUESTIONS = Condition(lambda c, own: bool(c.data.val_files), "needs data.val_files")
+CRITIC = Condition(lambda c, section: c.has_critic, "needs critic.enable")
+QUESTIONS = Condition(lambda c, section: bool(c.data.val_files), "needs data.val_files")
 GRADERS = Condition(
-    lambda c, own: own.reward_manager != "naive", "needs another reward_model.reward_manager"
+    lambda c, section: section.reward_manager != "naive",
+    "needs another reward_model.reward_manager",
 )
 CLASSIFIER = Condition(
-    lambda c, own: c.reward_model.loads_model, "needs reward_model.enable, and no judge.url"
+    lambda c, section: c.reward_model.loads_model, "needs reward_model.enable, and no judge.url"
 )
 JUDGE = Condition(
-    lambda c, own: c.reward_model.judged, "needs reward_model.enable and reward_model.judge.url"
+    lambda c, section: c.reward_model.judged, "needs reward_model.enable and reward_model.judge.url"
 )
 
 
@@ -93,9 +94,7 @@ class MultiTurnConfig(Section):
     """Limits are those of an episode, which core/rollout/tool_agent.py plays."""
 
     enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
-    max_assistant_turns: Count | None = key(
-        None, "policy's turns; null: until the response is full"
-    )
+    max_assistant_turns: Count | None = key(None, "policy's turns; null: until the answer is full")
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
     tool_config_path: str | None = files(None, "YAML file with tools, see core/rollout/tools.py")
@@ -104,9 +103,7 @@ class MultiTurnConfig(Section):
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "kept part")
     format: Literal["hermes"] = key("hermes", "how a tool call is written")
-    deterministic_tools: bool = execution(
-        False, "decoding waits for tools, to repeat to the bit", IN_PROCESS
-    )
+    deterministic_tools: bool = execution(False, "wait for tools, to repeat to the bit", IN_PROCESS)
 
 
 class ValKwargs(Section):
@@ -186,9 +183,7 @@ class ScoringFSDPConfig(Section):
 
 
 class RewardModelModelConfig(Section):
-    path: str = key(
-        "~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label"
-    )
+    path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "sequence or token classifier, one label")
     input_tokenizer: str | None = key("policy", "the policy's; null: it reads the policy's ids")
     trust_remote_code: bool = execution(False, "run Python code that comes with the model")
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
@@ -277,7 +272,9 @@ class TraceConfig(Section):
     groups: Count = key(
         2,
         "groups of a recorded step, beside that of the lowest mean score",
-        Condition(lambda c, own: own.freq != -1 or own.steps, "needs {section}.freq or steps"),
+        Condition(
+            lambda c, section: section.freq != -1 or section.steps, "needs {section}.freq or steps"
+        ),
     )
 
 
@@ -291,7 +288,9 @@ class TrainerConfig(Section):
     total_epochs: Count = execution(
         30,
         "passes over the training examples",
-        Condition(lambda c, own: own.total_training_steps is None, "total_training_steps is set"),
+        Condition(
+            lambda c, section: section.total_training_steps is None, "total_training_steps is set"
+        ),
     )
     total_training_steps: Count | None = execution(None, "RL steps; null: those of total_epochs")
     phase_timeout_s: Positive | None = bookkeeping(
@@ -317,7 +316,9 @@ class TrainerConfig(Section):
     val_before_train: bool = bookkeeping(
         True,
         "validate the starting model too",
-        Condition(lambda c, own: c.needs_engine and not own.val_only, "val_only=True validates it"),
+        Condition(
+            lambda c, section: c.needs_engine and not section.val_only, "val_only=True validates it"
+        ),
     )
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(
@@ -329,7 +330,9 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: Count | None = bookkeeping(
         None,
         "newest checkpoints kept; null: all",
-        Condition(lambda c, own: own.save_freq != 0, "no checkpoint is saved with save_freq=0"),
+        Condition(
+            lambda c, section: section.save_freq != 0, "no checkpoint is saved with save_freq=0"
+        ),
     )
     resume_mode: ResumeMode = bookkeeping(
         "auto", "from its newest checkpoint, from step 0, or resume_from_path"
@@ -422,7 +425,7 @@ class Config(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Return the ranks that get sequences of their own.
+        """Return the ranks that get sequences of their section.
 
         Ranks that share each sequence, or each layer, get the same sequences.
         """

@@ -171,9 +171,11 @@ class Condition:
 def beside(name: str, value: Any = None) -> Condition:
     """Return the condition that another key of the section is set, or has this value."""
     if value is None:
-        return Condition(lambda config, own: bool(getattr(own, name)), f"needs {{section}}.{name}")
+        return Condition(
+            lambda config, section: bool(getattr(section, name)), f"needs {{section}}.{name}"
+        )
     because = f"needs {{section}}.{name}={value}"
-    return Condition(lambda config, own: getattr(own, name) == value, because)
+    return Condition(lambda config, section: getattr(section, name) == value, because)
 
 
 def key(

@@ -44,13 +44,15 @@ LossAggMode = Literal[*registry.LOSS_AGG_MODES]
 KLKind = Literal[*registry.KL_KINDS]
 
 # When keys have an effect
-OVER_RAY = Condition(lambda c, own: c.trainer.backend == "ray", "needs trainer.backend=ray")
+OVER_RAY = Condition(lambda c, section: c.trainer.backend == "ray", "needs trainer.backend=ray")
 EPISODES = Condition(
-    lambda c, own: c.actor_rollout_ref.rollout.agent_loop is not None,
+    lambda c, section: c.actor_rollout_ref.rollout.agent_loop is not None,
     "needs actor_rollout_ref.rollout.agent_loop",
 )
-SEARCHES = Condition(lambda c, own: c.plays_episodes, "the trainer of this recipe does not search")
-ANSWERS = Condition(lambda c, own: c.needs_engine, "nothing is answered in this run")
+SEARCHES = Condition(
+    lambda c, section: c.plays_episodes, "the trainer of this recipe does not search"
+)
+ANSWERS = Condition(lambda c, section: c.needs_engine, "nothing is answered in this run")
 ADAPTERS = beside("lora_rank")
 BY_NUMBER = beside("use_dynamic_bsz", False)
 BY_TOKENS = beside("use_dynamic_bsz")
@@ -68,16 +70,14 @@ class DataConfig(Section):
     image_key: str = key("images", "column that holds a prompt's pictures, one for each <image>")
     reward_fn_key: str = key("data_source", "column of the data source, which chooses the scorer")
     max_prompt_length: Count = key(512, "tokens of the prompt; search: of prompt and episode")
-    max_response_length: Count = key(
-        512, "tokens of the answer, tools' included; search: of a turn"
-    )
+    max_response_length: Count = key(512, "tokens of the answer with tools'; search: of a turn")
     max_start_length: Count | None = key(
         None, "search episodes: prompt's tokens; null: max_prompt_length", SEARCHES
     )
     max_obs_length: Count = key(500, "search episodes: tokens of what a search returns", SEARCHES)
     train_batch_size: Count = key(1024, "prompts a step")
     gen_batch_size: Count | None = key(
-        None, "prompts in flight at most", follows="data.train_batch_size"
+        None, "most prompts in flight", follows="data.train_batch_size"
     )
     train_max_samples: OffOrCount = key(-1, "examples of all training files together; -1: all")
     val_max_samples: OffOrCount = key(-1, "examples of each validation file; -1: all", ANSWERS)
@@ -138,9 +138,7 @@ class FSDPConfig(Section):
     dtype: DType | None = key(
         None, "number format of passes; weights are float32", follows=f"{ACTOR}.fsdp_config.dtype"
     )
-    param_offload: bool = execution(
-        False, "keep weights in host memory until a phase needs them", OVER_RAY
-    )
+    param_offload: bool = execution(False, "keep weights on the host between phases", OVER_RAY)
     optimizer_offload: bool = execution(
         False, "keep the optimizer's state in host memory until updates", OVER_RAY
     )
@@ -181,9 +179,7 @@ class LearnerConfig(Sharing):
 
     strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
     ppo_mini_batch_size: Count = key(256, "prompts an optimizer step")
-    ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass", BY_NUMBER
-    )
+    ppo_micro_batch_size_per_gpu: Count | None = execution(None, "trajectories a pass", BY_NUMBER)
     use_dynamic_bsz: bool | None = execution(
         None, "fill passes by tokens; null: where no micro-batch size is given"
     )
@@ -191,9 +187,7 @@ class LearnerConfig(Sharing):
     ppo_epochs: Count = key(1, "times that a step's trajectories are trained on")
     shuffle: bool = key(False, "trajectories in a random order in each epoch of updates")
     loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number")
-    loss_scale_factor: Positive | None = key(
-        None, "divisor; null: data.max_response_length", DIVIDED
-    )
+    loss_scale_factor: Positive | None = key(None, "divisor; null: max_response_length", DIVIDED)
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
     optim: OptimConfig = OptimConfig()
 
@@ -203,7 +197,7 @@ class ActorConfig(LearnerConfig):
         "token-mean",
         "how the losses of tokens become one number",
         Condition(
-            lambda c, own: own.policy_loss.entry.aggregation is None,
+            lambda c, section: section.policy_loss.entry.aggregation is None,
             "the policy loss is defined with an aggregation of its own",
         ),
     )
@@ -211,7 +205,9 @@ class ActorConfig(LearnerConfig):
         0.2,
         "distance from 1 at which the ratio to old probabilities is clipped",
         Condition(
-            lambda c, own: own.clip_ratio in (own.clip_ratio_low, own.clip_ratio_high),
+            lambda c, section: (
+                section.clip_ratio in (section.clip_ratio_low, section.clip_ratio_high)
+            ),
             "clip_ratio_low and clip_ratio_high are both given",
         ),
     )
@@ -222,12 +218,8 @@ class ActorConfig(LearnerConfig):
     clip_ratio_c: AboveOne = key(3.0, "bound of the ratio at a negative advantage (dual clip)")
     entropy_coeff: float = key(0.0, "coefficient of the entropy, which the loss rewards")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: NonNegative = key(
-        0.001, "coefficient of the KL in the loss", beside("use_kl_loss")
-    )
-    kl_loss_type: KLKind = key(
-        "low_var_kl", "estimator of the KL in the loss", beside("use_kl_loss")
-    )
+    kl_loss_coef: NonNegative = key(0.001, "coefficient of that KL", beside("use_kl_loss"))
+    kl_loss_type: KLKind = key("low_var_kl", "estimator of that KL", beside("use_kl_loss"))
     state_masking: bool = key(
         True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES
     )
@@ -248,7 +240,7 @@ class RefConfig(Sharing):
     fsdp_config: FSDPConfig = key(
         FSDPConfig(),
         used_if=Condition(
-            lambda c, own: c.actor_rollout_ref.model.lora_rank == 0,
+            lambda c, section: c.actor_rollout_ref.model.lora_rank == 0,
             "with adapters the reference is the policy without them",
         ),
     )
@@ -291,7 +283,7 @@ class CriticConfig(LearnerConfig):
 
 SAMPLED_BY_THE_LEARNER = beside("bypass_mode", False)
 WEIGHED = Condition(
-    lambda c, own: own.rollout_is is not None and not own.bypass_mode,
+    lambda c, section: section.rollout_is is not None and not section.bypass_mode,
     "needs {section}.rollout_is and bypass_mode=False",
 )
 REJECTED = beside("rollout_rs")
@@ -304,24 +296,18 @@ class RolloutCorrectionConfig(Section):
         False,
         "the engine's log-probs are the old ones: no pass for them, and one ratio",
         Condition(
-            lambda c, own: c.actor_rollout_ref.actor.policy_loss.entry.has_ratio,
+            lambda c, section: c.actor_rollout_ref.actor.policy_loss.entry.has_ratio,
             "the policy loss has no ratio",
         ),
     )
     rollout_is: Literal["token", "sequence"] | None = key(
         None, "importance weights; null: none", SAMPLED_BY_THE_LEARNER
     )
-    rollout_is_threshold: float | str = key(
-        2.0, 'upper bound; "lower_upper" drops what is outside', WEIGHED
-    )
+    rollout_is_threshold: float | str = key(2.0, 'bound; "lower_upper" drops outside', WEIGHED)
     rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", WEIGHED)
     rollout_rs: str | None = key(None, "rejection, by one or several statistics; null: none")
-    rollout_rs_threshold: float | str | None = key(
-        None, "upper bounds, one or one a statistic", REJECTED
-    )
-    rollout_rs_threshold_lower: NonNegative | None = key(
-        None, "lower bounds; null: 1 / threshold", REJECTED
-    )
+    rollout_rs_threshold: float | str | None = key(None, "bounds, one or one a statistic", REJECTED)
+    rollout_rs_threshold_lower: NonNegative | None = key(None, "null: 1 / threshold", REJECTED)
     rollout_token_veto_threshold: PositiveShare | None = key(
         None, "one such ratio drops the sequence; null: off"
     )
@@ -344,9 +330,7 @@ class KLCtrlConfig(Section):
     horizon: Positive = key(
         10000, "sequences over which the adaptive coefficient moves", beside("type", "adaptive")
     )
-    target_kl: Positive = key(
-        0.1, "the KL that the adaptive coefficient aims at", beside("type", "adaptive")
-    )
+    target_kl: Positive = key(0.1, "KL that adaptive aims at", beside("type", "adaptive"))
 
 
 class AlgorithmConfig(Section):

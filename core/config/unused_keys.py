@@ -12,7 +12,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 def unused(config: Config, key: str) -> str:
     """Return why a key, or a section around it, has no effect; nothing if it has one."""
-    section, section_key = config, ""
+    section: Section = config
+    section_key = ""
     for name in key.split("."):
         if name not in type(section).model_fields:
             return ""
@@ -29,7 +30,8 @@ def unused(config: Config, key: str) -> str:
 def _unread(config: Config, key: str) -> str:
     """Return why the chosen estimator, loss or engine does not read a key; nothing if it does."""
     models = config.actor_rollout_ref
-    estimator, loss = config.algorithm.adv_estimator, models.actor.policy_loss.loss_mode
+    estimator = config.algorithm.adv_estimator
+    loss = models.actor.policy_loss.loss_mode
     for section, choice, name, table, reads in (
         ("algorithm", "adv_estimator", estimator, registry.ESTIMATORS, registry.estimator),
         (ACTOR, "policy_loss.loss_mode", loss, registry.POLICY_LOSSES, registry.policy_loss),

@@ -271,7 +271,8 @@ def over_all_ranks(target: str) -> Conversion:
 
     def per_rank(key: str, value: Any, line: Line) -> Interpretation | None:
         shared = f"critic.{ULYSSES}" if key.startswith("critic") else f"{ACTOR}.{ULYSSES}"
-        nodes, gpus = line.value("trainer.nnodes"), line.value("trainer.n_gpus_per_node")
+        nodes = line.value("trainer.nnodes")
+        gpus = line.value("trainer.n_gpus_per_node")
         together = line.value(shared)
         if not all(map(whole_number, (nodes, gpus, together, value))):
             return None

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from core.config.section import thaw
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
@@ -69,7 +70,8 @@ class RewardLayer:
         if custom.path:
             try:
                 lists = reward.reward_manager == "batch"
-                function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, lists)
+                kwargs = thaw(custom.reward_kwargs)
+                function = CustomFunction(custom.path, custom.name, kwargs, lists)
             except InputError as error:
                 problems += error.problems
         if problems:
@@ -296,10 +298,7 @@ def grader_count(reward: RewardModelConfig) -> int:
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with the place and the limits of programs."""
-    options = {
-        name: dict(scorer_kwargs or {})
-        for name, scorer_kwargs in (reward.reward_kwargs or {}).items()
-    }
+    options = {name: chosen or {} for name, chosen in thaw(reward.reward_kwargs).items()}
     has_deadline = reward.reward_manager != "naive"
     tests_s = TESTS_SHARE * reward.timeout_s
     sandbox = reward.sandbox.model_dump()

@@ -101,6 +101,17 @@ def test_the_data_source_picks_the_scorer_and_options_are_given_by_its_name(make
     assert grade(flexible, prompt(), trajectory("so 72")).acc == 1.0
 
 
+def test_a_users_function_gets_plain_dicts_and_lists(make_layer):
+    body = """
+        import json
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info, weights):
+            return float(json.dumps(weights) == '{"x": [1, 2]}')
+    """
+    layer = make_layer(body, kwargs={"weights": {"x": [1, 2]}})
+    assert grade(layer, prompt(), trajectory("72")).value == 1.0
+
+
 def test_only_what_the_policy_wrote_is_judged(make_layer):
     found = trajectory("let me look", ("tool", "#### 72"), " no idea")
     assert grade(make_layer(), prompt(), found).status is ScoreStatus.PARSE_ERROR
