@@ -315,9 +315,7 @@ def _lr_schedule(case: Case, precision: str) -> Iterator[Comparison]:
 
     functions = {
         "constant": lambda i: step_settings.constant(i, warmup),
-        "cosine": lambda i: step_settings.cosine(
-            i, warmup, total, params["min_lr_ratio"], params["num_cycles"]
-        ),
+        "cosine": lambda i: step_settings.cosine(i, warmup, total, params["min_lr_ratio"]),
         "wsd": wsd,
     }
     yield Comparison(

@@ -26,14 +26,15 @@ def token_log_probs_and_entropy(
     chunk_elements: int | None = None,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T /
-    temperature)``.
+    """Return the log-prob of each label and the entropy of each distribution.
 
-    Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the
-    entropies with ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None:
-    what suits the device) are alive beyond the inputs, the outputs and the gradients; the value
-    changes memory and speed only. The softmax is in float32 (float64 for float64 inputs); weight
-    gradients of lower precision are summed over chunks in float32.
+    A distribution is ``softmax((hidden @ weight.T + bias) / temperature)``, computed in float32, or
+    in float64 for float64 inputs. Gradients reach ``hidden``, ``weight`` and ``bias`` through the
+    log-probs, and through the entropies with ``entropy_grad``. Weight gradients of lower precision
+    are summed over chunks in float32.
+
+    ``chunk_elements`` changes only memory and speed: about three tensors of so many logits exist at
+    a time, beside inputs, outputs and gradients. By default the device decides.
 
     Shapes:
         hidden_NH  [N, H] float
@@ -44,19 +45,19 @@ def token_log_probs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
-    elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
+    if chunk_elements is None:
+        chunk_elements = logits_at_a_time(hidden_NH.device)
     weight_VH = weight_VH.to(hidden_NH.dtype)
     return _ChunkedHead.apply(
-        hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad
+        hidden_NH, weight_VH, bias, labels_N, temperature, chunk_elements, entropy_grad
     )
 
 
 def logits_at_a_time(device: torch.device) -> int:
-    """Return the logits that exist at a time on a device; it depends on its kind and size, not on
-    what is in use."""
-    return head_logits(
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    )
+    """Return how many logits exist at a time, by the kind and the size of a device alone."""
+    if device.type != "cuda":
+        return head_logits(None)
+    return head_logits(torch.cuda.get_device_properties(device).total_memory)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -79,14 +80,15 @@ class _ChunkedHead(torch.autograd.Function):
                 log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
                 probs = log_probs.exp()
                 entropy[part] = -torch.linalg.vecdot(probs, log_probs)
-        # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it
-        # again.
+        # If one chunk is all, the backward pass need not compute its log-softmax again
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
-        ctx.save_for_backward(
-            hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept
-        )
-        ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
-        ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)))
+        kept_entropy = entropy if entropy_grad else None
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, kept_entropy, kept)
+        ctx.temperature = temperature
+        ctx.rows = rows
+        ctx.elements = elements
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
@@ -105,11 +107,14 @@ class _ChunkedHead(torch.autograd.Function):
                     log_probs = logits.sub_(normaliser[part, None])
                 else:
                     log_probs = kept.clone()
-                # In the tempered logits z: d log p_label / dz_j = [j = label] - p_j, dH / dz_j =
-                # -p_j (log p_j + H)
+                # In the tempered logits z: d log p_label / dz_j = [j = label] - p_j,
+                # and dH / dz_j = -p_j (log p_j + H)
                 of_label = grad_log_prob[part, None] / ctx.temperature
-                probs, scale = (log_probs.exp_() if entropy is None else log_probs.exp()), -of_label
-                if entropy is not None:
+                if entropy is None:
+                    probs = log_probs.exp_()
+                    scale = -of_label
+                else:
+                    probs = log_probs.exp()
                     of_entropy = grad_entropy[part, None] / ctx.temperature
                     scale = log_probs.add_(entropy[part, None]).mul_(-of_entropy).sub_(of_label)
                 grad = probs.mul_(scale).scatter_add_(1, labels[part, None], of_label)
@@ -120,9 +125,11 @@ class _ChunkedHead(torch.autograd.Function):
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if for_weight:
                     _accumulate(grad_weight, grad, hidden[part], ctx.elements)
-            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-            grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 4
+        if for_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        if for_bias:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:
@@ -139,8 +146,7 @@ def _logits(
 
 
 def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor, elements: int) -> None:
-    """Add ``grad.T @ hidden``, in blocks of ``elements`` numbers where the product has another
-    precision."""
+    """Add ``grad.T @ hidden``; in blocks of ``elements`` numbers if precisions differ."""
     if total_VH.dtype == grad_NV.dtype:
         total_VH.addmm_(grad_NV.T, hidden_NH)
         return

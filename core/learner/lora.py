@@ -1,9 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) inside a transformers model, through peft: the base is
-frozen.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) inside a transformers model, through peft.
 
-Adapters are put into the model in place, so whatever reads a model still finds its class, its body
-and its head. Exports and engines with weights of their own get them merged; a checkpoint holds what
-is trained, in peft's own files.
+The base is frozen, and adapters are put into the model in place: whatever reads a model still finds
+its class, its body and its head. Exports, and engines with weights of their own, get the adapters
+merged into the base. A checkpoint holds what is trained, in peft's own files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,15 @@ if TYPE_CHECKING:
     from core.config.training_keys import CriticModelConfig, ModelConfig
 
 log = logging.getLogger(__name__)
-ADAPTER = "default"  # peft's name of the one adapter there is
-# Of a weight's name: in peft's files, and in the module
-PREFIX, INSIDE = "base_model.model.", f".{ADAPTER}."
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
-VALUE_HEADS = ("score", "classifier")  # what transformers calls the head of a token classifier
+ADAPTER = "default"  # peft's name of the only adapter
+# peft's files
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+VALUE_HEADS = ("score", "classifier")  # transformers' names of the head of a token classifier
 
 
 def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
-    """Put adapters into ``module`` where ``lora_rank`` > 0, and freeze the rest.
+    """Put adapters into ``module`` if ``lora_rank`` > 0, and freeze the rest.
 
     The seed decides the adapters' first weights, which change nothing yet. A critic's new head
     trains whole.
@@ -45,17 +44,18 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
 
     from core.learner.models import resolve_path
 
-    head, base = module.get_output_embeddings(), resolve_path(model.path, weights=False)
-    own_heads = [name for name in VALUE_HEADS if head is None and hasattr(module, name)]
+    base = resolve_path(model.path, weights=False)
+    head = module.get_output_embeddings()
+    embeddings = module.get_input_embeddings()
+    value_heads = [name for name in VALUE_HEADS if head is None and hasattr(module, name)]
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
-        target_modules=_names(model.target_modules),
-        exclude_modules=_names([*(model.exclude_modules or ()), *own_heads]) or None,
+        target_modules=_as_peft(model.target_modules),
+        exclude_modules=_as_peft([*(model.exclude_modules or ()), *value_heads]) or None,
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
-    embeddings = module.get_input_embeddings()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module, ADAPTER)
@@ -63,34 +63,31 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         raise InputError(
             "model.target_modules: the output head cannot have an adapter; leave lm_head out"
         )
-    shared = head is not None and head.weight is embeddings.weight
-    if shared and module.get_input_embeddings() is not embeddings:
+    is_tied = head is not None and head.weight is embeddings.weight
+    if is_tied and module.get_input_embeddings() is not embeddings:
         # Merged, the adapter would change the head too, which was trained without it
-        rule = (
-            "the embeddings are the output head too (tie_word_embeddings), and an adapter "
-            "would be on one of them"
+        raise InputError(
+            "model.target_modules: the embeddings are the output head too (tie_word_embeddings), "
+            "and an adapter would be on one of them; leave the embeddings out"
         )
-        raise InputError(f"model.target_modules: {rule}; leave the embeddings out")
-    for name in own_heads:
+    for name in value_heads:
         module.get_submodule(name).requires_grad_(True)
-    trained, parts = (
-        sum(one.numel() for one in some)
-        for some in (trained_weights(module).values(), module.parameters())
-    )
+    trained = sum(value.numel() for value in trained_weights(module).values())
+    total = sum(value.numel() for value in module.parameters())
     log.info(
         "adapters of rank %d: %s of %s parameters train",
         model.lora_rank,
         f"{trained:,}",
-        f"{parts:,}",
+        f"{total:,}",
     )
     return module
 
 
-def _names(names: Any) -> Any:
-    """Return names as peft tells them apart: a list holds ends, a text is all-linear or a pattern
-    of whole names."""
-    alone = len(names) == 1 and (names[0] == "all-linear" or re.search(r"[^\w.-]", names[0]))
-    return names[0] if alone else list(names)
+def _as_peft(names: Sequence[str]) -> str | list[str]:
+    """Return names for peft: a text is all-linear or a pattern, a list has ends of names."""
+    if len(names) == 1 and (names[0] == "all-linear" or re.search(r"[^\w.-]", names[0])):
+        return names[0]
+    return list(names)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -98,7 +95,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def layers(module: nn.Module) -> dict[str, Any]:
-    """Return name -> layer, of the layers with an adapter."""
+    """Return the layers with an adapter, by name."""
     if not has_adapters(module):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -108,8 +105,7 @@ def layers(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def base_only(module: nn.Module) -> Iterator[None]:
-    """Switch the adapters off for a block: the model is as it was before training, without a second
-    copy."""
+    """Switch the adapters off for a block: the model is as it was before training."""
     adapted = layers(module).values()
     for layer in adapted:
         layer.enable_adapters(False)
@@ -122,11 +118,10 @@ def base_only(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model without adapters that computes the same, by its state dict's
-    names.
+    """Yield the weights of the model without adapters that computes the same, by their names.
 
-    One layer is merged at a time; the others are the parameters themselves, so that tied ones are
-    one.
+    One layer is merged at a time. The others are the parameters themselves: tied ones are one
+    object.
     """
     adapted = layers(module)
     for name, value in module.state_dict(keep_vars=True).items():
@@ -142,9 +137,13 @@ def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in module.named_parameters() if value.requires_grad}
 
 
+def _name_in_file(name: str) -> str:
+    """Return peft's name of a trained weight, which has no adapter in it."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+
+
 def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write :func:`trained_weights` (whole tensors) and the configurations of adapters and
-    model."""
+    """Write trained weights, whole, and the configurations of adapters and model."""
     from safetensors.torch import save_file
 
     from core.learner.models import base_settings
@@ -154,46 +153,40 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
         module.config.save_pretrained(folder)
     config = copy.copy(module.peft_config[ADAPTER])
     for name, value in vars(config).items():
-        # Whose order is another one in every process: files would differ
         if isinstance(value, set):
+            # The order of a set is another one in every process, and so would be the file
             setattr(config, name, sorted(value))
     config.save_pretrained(folder)
-    # peft's names have no adapter in them
     stored = {
-        PREFIX + name.replace(INSIDE, "."): value.detach().cpu().contiguous()
-        for name, value in weights.items()
+        _name_in_file(name): value.detach().cpu().contiguous() for name, value in weights.items()
     }
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(trained: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Return what :func:`save_adapters` wrote, by the names of ``trained``, as
-    :func:`trained_weights` has them.
+    """Return what :func:`save_adapters` wrote, by the names of the ``trained`` weights.
 
     Raises InputError for other names or shapes.
     """
     from safetensors.torch import load_file
 
-    found = load_file(folder / WEIGHTS)
-    wanted = {PREFIX + name.replace(INSIDE, "."): name for name in trained}
-    there, here = (
-        {key: value.shape for key, value in found.items()},
-        {key: trained[wanted[key]].shape for key in wanted},
-    )
-    if there != here:
-        odd = ", ".join(
-            sorted(key for key in {*there, *here} if there.get(key) != here.get(key))[:5]
+    stored = load_file(folder / WEIGHTS)
+    shapes_in_file = {name: value.shape for name, value in stored.items()}
+    shapes = {_name_in_file(name): value.shape for name, value in trained.items()}
+    if shapes_in_file != shapes:
+        names = {*shapes_in_file, *shapes}
+        wrong = sorted(name for name in names if shapes_in_file.get(name) != shapes.get(name))
+        raise InputError(
+            f"{folder / WEIGHTS} holds adapters of another shape: {', '.join(wrong[:5])}"
         )
-        raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {odd}")
-    return {wanted[name]: value for name, value in found.items()}
+    return {name: stored[_name_in_file(name)] for name in trained}
 
 
 def merge_saved(folder: Path, saved: str | None, path: str | None = None) -> nn.Module:
-    """Return the policy of a checkpoint that :func:`save_adapters` wrote: its base, with the
-    adapters merged.
+    """Return a checkpoint's policy: its base, with the adapters of :func:`save_adapters` merged.
 
-    ``path`` is where the base is now, if not where the run found it; ``saved`` its SHA-256 then
-    (the checkpoint's manifest). Raises InputError where the weights there are others.
+    ``path`` is where the base is now, if not where the run found it; ``saved`` is its SHA-256 in
+    the checkpoint's manifest. Raises InputError if the weights there are others.
     """
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
@@ -202,20 +195,19 @@ def merge_saved(folder: Path, saved: str | None, path: str | None = None) -> nn.
     from core.learner.models import auto_class, resolve_path, tied
 
     config = PeftConfig.from_pretrained(folder)
-    # With it peft imports megatron_core
+    # With a megatron_config peft imports megatron_core
     if config.peft_type != "LORA" or getattr(config, "megatron_config", None):
         raise InputError(
-            f"{folder}: its adapter_config.json is none that a run here writes, and "
-            f"may name code to run"
+            f"{folder}: its adapter_config.json is none that a run here writes, and may name code "
+            "to run"
         )
     path = resolve_path(path or config.base_model_name_or_path, "--base")
-    found = base_of(path)
-    if saved not in (None, found):
-        rule = (
-            f"{folder} holds adapters of another base, {config.base_model_name_or_path} of "
-            f"SHA-256 {saved[:12]}"
+    sha256 = base_of(path)
+    if saved not in (None, sha256):
+        raise InputError(
+            f"--base={path} (weights of SHA-256 {sha256[:12]}): {folder} holds adapters of another "
+            f"base, {config.base_model_name_or_path} of SHA-256 {saved[:12]}: give that one"
         )
-        raise InputError(f"--base={path} (weights of SHA-256 {found[:12]}): {rule}: give that one")
     shape = AutoConfig.from_pretrained(folder)
     base = tied(auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32))
     return PeftModel.from_pretrained(base, folder).merge_and_unload()

@@ -1,7 +1,6 @@
-"""What the configuration decides about a training step: its passes, its learning rate, how many
-logits exist at once.
+"""Decisions of the configuration about a step: its passes, learning rate, and logits at a time.
 
-The learning rate's schedule counts RL steps. This module imports no torch: the plan reads it too.
+The schedule of the learning rate counts RL steps. This module imports no torch: the plan reads it.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.config.training_keys import OptimConfig
 
-# Of the output head: memory and speed, and no result beyond rounding
+# Logits that the output head computes at a time. They decide memory and speed, and no result beyond
+# rounding.
 CPU_LOGITS = 2**23  # 32 MiB in float32
 # 1 GiB: 1,765 rows of a vocabulary of 152,064, where 55 rows would leave a GPU idle
 GPU_LOGITS = 2**28
-SHARE = 64  # of a GPU's memory, in float32, at most
+LARGEST_SHARE = 1 / 64  # of a GPU's memory, in float32
 
 
 def head_logits(memory: float | None) -> int:
     """Return the number of logits for a GPU of ``memory`` bytes, or for a CPU (None)."""
-    return (
-        CPU_LOGITS
-        if memory is None
-        else max(CPU_LOGITS, min(GPU_LOGITS, int(memory) // (4 * SHARE)))
-    )
+    if memory is None:
+        return CPU_LOGITS
+    affordable = int(memory * LARGEST_SHARE) // 4
+    return max(CPU_LOGITS, min(GPU_LOGITS, affordable))
 
 
 @dataclass(frozen=True)
@@ -39,42 +38,44 @@ class StepNeeds:
     critic: bool
     ref: bool
     baseline: bool  # a greedy answer to every prompt
-    # never: the engine's stand for them
     recompute_old_log_probs: Literal["always", "if_off_policy", "never"]
     prompts_per_mini_batch: int
 
     @classmethod
     def of(cls, config: Config) -> StepNeeds:
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-        correction = algorithm.rollout_correction
-        reads = algorithm.use_kl_in_reward or actor.policy_loss.entry.selects is not None
-        reads = reads or actor.ppo_epochs > 1 or correction.uses_old_log_probs
+        algorithm = config.algorithm
+        actor = config.actor_rollout_ref.actor
+        recompute = "if_off_policy"
+        if algorithm.rollout_correction.bypass_mode:
+            recompute = "never"  # the engine's log-probs serve as the old ones
+        elif (
+            algorithm.use_kl_in_reward
+            or actor.policy_loss.entry.selects is not None
+            or actor.ppo_epochs > 1
+            or algorithm.rollout_correction.uses_old_log_probs
+        ):
+            recompute = "always"
         return cls(
             critic=config.has_critic,
             ref=config.needs_ref,
             baseline=algorithm.estimator.greedy_baseline,
-            recompute_old_log_probs="never"
-            if correction.bypass_mode
-            else "always"
-            if reads
-            else "if_off_policy",
+            recompute_old_log_probs=recompute,
             prompts_per_mini_batch=actor.ppo_mini_batch_size,
         )
 
     def old_log_probs(self, batch: TrainBatch) -> bool:
         """Return whether the step needs a pass for the old log-probs of this batch.
 
-        With one mini-batch the ratio is one by definition: the update's own pass then gives the old
-        log-probs.
+        With one mini-batch the ratio is 1 by definition: the update's own pass then gives the old
+        log-probs. All mini-batches after the first train a policy that has moved.
         """
-        # For all mini-batches but the first
-        off_policy = int(batch.group.max()) >= self.prompts_per_mini_batch
-        return {"always": True, "if_off_policy": off_policy, "never": False}[
-            self.recompute_old_log_probs
-        ]
+        if self.recompute_old_log_probs == "if_off_policy":
+            prompts = int(batch.group.max()) + 1
+            return prompts > self.prompts_per_mini_batch
+        return self.recompute_old_log_probs == "always"
 
 
-# --- the learning rate ---
+# -- the learning rate -----------------------------------------------------------------------------
 
 
 def constant(index: int, warmup: int) -> float:
@@ -82,29 +83,23 @@ def constant(index: int, warmup: int) -> float:
     return min(1.0, index / warmup) if warmup else 1.0
 
 
-def cosine(
-    index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
-) -> float:
-    """Warm up, then follow ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio``
-    (arXiv:1608.03983, eq. 5).
+def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0) -> float:
+    """Warm up, then follow half a wave from 1 to ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
 
-    Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as
-    published.
+    It ends at index ``total``; beyond it the wave goes on, as published.
     """
     if index < warmup:
         return constant(index, warmup)
     progress = (index - warmup) / max(total - warmup, 1)
-    wave = 0.5 * (1 + math.cos(2 * math.pi * num_cycles * progress))
+    wave = 0.5 * (1 + math.cos(math.pi * progress))
     return max(0.0, min_lr_ratio + (1 - min_lr_ratio) * wave)
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Count the steps of warm-up in a run of ``total_steps``."""
-    return (
-        config.lr_warmup_steps
-        if config.lr_warmup_steps >= 0
-        else int(config.lr_warmup_steps_ratio * total_steps)
-    )
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
 
 
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
