@@ -150,8 +150,8 @@ class LearnerRank(Models):
             hashes = self.save_weights(name, part.module, Path(folder, name))
             written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
             states = {}  # of the optimizer: all tensors of a weight, by one rank in rotation
-            for number, (_, tensors) in enumerate(saving.optimizer_tensors(part)):
-                for stored, value in tensors:
+            for number, tensors in enumerate(saving.optimizer_tensors(part)):
+                for stored, value in tensors.items():
                     whole = gathered(value, value.dtype, self.device)
                     if number % ranks == rank:
                         states[stored] = whole.cpu()

@@ -1,8 +1,8 @@
 """Weights on their way from the learner to the engines, in buckets of bounded size.
 
-A learner rank fills its staging memory with a bucket's bytes; engines on its node copy them from
-there, a file in memory, and those on GPUs of their own get a broadcast of rank 0. A checksum
-travels along; receivers compute their own.
+A learner rank fills its staging memory with the bytes of a bucket. Engines on its node copy them
+from there, a file in memory; engines on GPUs of their own get a broadcast of rank 0. A checksum
+travels along, and receivers compute their own.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Weight:
     dtype: torch.dtype
 
     @property
-    def size(self) -> int:  # bytes
+    def size(self) -> int:
+        """Return the bytes of its values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """Bytes up to where the next one may begin."""
+        """Return the bytes up to where the next weight may begin."""
         return -(-self.size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Checksums of what one device of an engine has after an update: the buckets as received, its
-    weights by name."""
+    """Checksums of one device of an engine after an update: of received buckets, and of weights."""
 
     received: tuple[Checksum | None, ...]
     weights: Mapping[str, Checksum]
@@ -56,9 +56,11 @@ class Proof:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some weights and where their bytes are: a file in memory for each node (:func:`node_key`),
-    None where rank 0 broadcasts them. ``tensors`` are the weights themselves within one process;
-    then there is no checksum."""
+    """Some weights and where their bytes are.
+
+    ``files`` has a file in memory for each node (:func:`node_key`); it is None if rank 0 broadcasts
+    the bytes. Within one process ``tensors`` are the weights themselves, and there is no checksum.
+    """
 
     weights: tuple[Weight, ...]
     checksum: Checksum | None = None
@@ -70,27 +72,27 @@ class Bucket:
         return sum(weight.room for weight in self.weights)
 
     def open(self, device: torch.device) -> tuple[list[Tensor], Checksum | None]:
-        """Return the weights' values on the device, and the checksum of what came."""
+        """Return the weights' values on the device, and the checksum of the received bytes."""
         if self.checksum is None:
             return list(self.tensors), None
         data = torch.empty(self.size, dtype=torch.uint8, device=device)
         if self.files is None:
             GROUP.broadcast(data)
         else:
-            if node_key() not in self.files:
+            file = self.files.get(node_key())
+            if file is None:
                 raise RuntimeError(
                     f"no learner rank left weights for {node_key()}: set hybrid_engine=False"
                 )
-            # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a
-            # shorter file.
-            data.copy_(
-                torch.from_numpy(
-                    np.memmap(self.files[node_key()], np.uint8, mode="c", shape=(self.size,))
-                )
-            )
-        values, begin = [], 0
+            # Copy on write, since torch takes no memory that cannot be written. Raises ValueError
+            # for a shorter file.
+            mapped = np.memmap(file, np.uint8, mode="c", shape=(self.size,))
+            data.copy_(torch.from_numpy(mapped))
+        values = []
+        begin = 0
         for weight in self.weights:
-            values.append(data[begin : begin + weight.size].view(weight.dtype).view(weight.shape))
+            part = data[begin : begin + weight.size]
+            values.append(part.view(weight.dtype).view(weight.shape))
             begin += weight.room
         return values, checksum(data.view(torch.int32))
 
@@ -101,26 +103,22 @@ def node_key() -> str:
 
 
 def checksum(data: Tensor) -> Checksum:
-    """Return sums of the bits of a tensor's numbers, each weighted by its place: any change of one
-    shows, and so do numbers, rows or blocks in another order."""
+    """Return the count of a tensor's numbers, and sums of their bits weighted by their places.
+
+    Any change of one number shows, and so do numbers, rows or blocks in another order.
+    """
     words = data.detach().contiguous().reshape(-1).view(BITS[data.element_size()])
     rows = len(words) // SUMMED
-    table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
-    sums = (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.to(torch.int64))
-    found = [(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in sums]
-    return (len(words), *torch.stack(found).tolist())
+    table = words[: rows * SUMMED].view(rows, SUMMED)
+    rest = words[rows * SUMMED :].to(torch.int64)
+    totals = []
+    for sums in (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest):
+        places = torch.arange(1, len(sums) + 1, device=data.device)
+        totals.append((sums * places).sum())
+    return (len(words), *torch.stack(totals).tolist())
 
 
 # -- whether weights are the model's -------------------------------------------------------------
-
-
-def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of each weight, those of ``state_dict``; names that share a weight stand
-    together."""
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names_of.setdefault(id(tensor), []).append(name)
-    return [tuple(names) for names in names_of.values()]
 
 
 def held_weights(named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
@@ -138,25 +136,26 @@ def held_weights(named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
 
 def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
     """Check that the weights are all that ``model`` has. Raises ValueError."""
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
-    given = {name: weight for weight in weights for name in weight.names}
-    other = [name for name, weight in given.items() if weight.shape != shapes.get(name)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    names_of: dict[int, list[str]] = {}  # names that share a tensor
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        shapes[name] = tuple(tensor.shape)
+        names_of.setdefault(id(tensor), []).append(name)
+    sent = {name: weight for weight in weights for name in weight.names}
     problems = [
-        f"{name}: {given[name].shape}, the engine's is {shapes.get(name, 'unknown')}"
-        for name in other
+        f"{name}: {weight.shape}, the engine's is {shapes.get(name, 'unknown')}"
+        for name, weight in sent.items()
+        if weight.shape != shapes.get(name)
     ]
-    for names in weight_names(model):
-        senders = {given[name].names for name in names if name in given}
+    for names in names_of.values():
+        senders = {sent[name].names for name in names if name in sent}
         if len(senders) != 1:
-            problems.append(
-                f"{' = '.join(names)}: {'sent as several weights' if senders else 'missing'}"
-            )
+            problem = "sent as several weights" if senders else "missing"
+            problems.append(f"{' = '.join(names)}: {problem}")
     if problems:
-        shown = "; ".join(problems[:8])
         raise ValueError(
-            f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}"
+            f"update_weights: {len(problems)} weights do not fit, none was changed: "
+            f"{'; '.join(problems[:8])}"
         )
 
 
@@ -171,9 +170,8 @@ class BroadcastGroup:
     ) -> None:
         """Meet the others at a store that rank 0 has opened."""
         timeout = timedelta(seconds=timeout_s)
-        store = dist.PrefixStore(
-            "weights", dist.TCPStore(*address, is_master=False, timeout=timeout)
-        )
+        store = dist.TCPStore(*address, is_master=False, timeout=timeout)
+        store = dist.PrefixStore("weights", store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -190,9 +188,11 @@ GROUP = BroadcastGroup()
 
 
 class Staging:
-    """Memory of one bucket, ``data``, which a rank fills again and again. A rank that does not
-    ``broadcast`` also has a file in memory, gone with the process: on a CPU it is ``data`` itself;
-    from a GPU :meth:`publish` copies to it."""
+    """Memory of one bucket, ``data``, which a rank fills again and again.
+
+    A rank that does not ``broadcast`` also has a file in memory, which goes with the process. On a
+    CPU it is ``data`` itself; from a GPU :meth:`publish` copies to it.
+    """
 
     def __init__(self, size: int, device: torch.device, *, broadcast: bool = False):
         self.files: dict[str, str] | None = None
@@ -203,8 +203,10 @@ class Staging:
             path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
             self.shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             self.files = {node_key(): path}
-        on_cpu = self.shared is not None and device.type == "cpu"
-        self.data = self.shared if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)
+        if self.shared is not None and device.type == "cpu":
+            self.data = self.shared
+        else:
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
 
     def publish(self, size: int) -> None:
         """Let the processes of the node read what was filled."""
@@ -216,59 +218,65 @@ class Staging:
 def pack(
     weights: Sequence[Weight], values: Iterable[Tensor], limit: int, staging: Staging | None
 ) -> Iterator[Bucket]:
-    """Yield buckets of at most ``limit`` bytes, each in the place of the one before. ``values``
-    gathers a weight whole when it is taken: all ranks of a sharded model take part, and those with
-    ``staging`` keep it. Raises InputError."""
+    """Yield buckets of at most ``limit`` bytes, each in the place of the one before.
+
+    ``values`` gathers a weight whole when it is taken: all ranks of a sharded model take part, and
+    those with ``staging`` keep it. Raises InputError for a weight that is larger than a bucket.
+    """
     staged_size(weights, limit)
-    left, wholes = list(reversed(weights)), iter(values)
-    while left:
+    remaining = list(reversed(weights))
+    values = iter(values)
+    while remaining:
         packed: list[Weight] = []
-        used = 0
-        while left and used + left[-1].room <= limit:
-            packed.append(left.pop())
-            whole, size, begin = next(wholes), packed[-1].size, used
-            used += packed[-1].room
+        begin = 0
+        while remaining and begin + remaining[-1].room <= limit:
+            weight = remaining.pop()
+            value = next(values)
+            end = begin + weight.room
             if staging is not None:
-                staging.data[begin : begin + size].copy_(
-                    whole.contiguous().reshape(-1).view(torch.uint8)
-                )
-                staging.data[begin + size : used].zero_()
-            del whole
+                value_bytes = value.contiguous().reshape(-1).view(torch.uint8)
+                staging.data[begin : begin + weight.size].copy_(value_bytes)
+                staging.data[begin + weight.size : end].zero_()
+                del value_bytes
+            del value  # before the next one is gathered
+            packed.append(weight)
+            begin = end
         if staging is None:
             yield Bucket(tuple(packed))
         else:
-            staging.publish(used)
-            yield Bucket(
-                tuple(packed), checksum(staging.data[:used].view(torch.int32)), staging.files
-            )
+            staging.publish(begin)
+            packed_bytes = staging.data[:begin].view(torch.int32)
+            yield Bucket(tuple(packed), checksum(packed_bytes), staging.files)
 
 
 def staged_size(weights: Sequence[Weight], limit: int) -> int:
-    """Return the bytes of staging memory that the weights need. Raises InputError where one is
-    larger than a bucket."""
+    """Return the bytes of staging memory that the weights need.
+
+    Raises InputError for a weight that is larger than a bucket.
+    """
     largest = max(weights, key=lambda weight: weight.room)
     if largest.room > limit:
-        rule = (
-            f"the weight {largest.names[0]} has {largest.room / 2**20:.0f} MiB, and a bucket "
-            f"holds whole weights"
-        )
         raise InputError(
-            f"{KEY}={limit // 2**20}: {rule}; set at least {-(-largest.room // 2**20)}"
+            f"{KEY}={limit // 2**20}: the weight {largest.names[0]} has "
+            f"{largest.room / 2**20:.0f} MiB, and a bucket holds whole weights; set at least "
+            f"{-(-largest.room // 2**20)}"
         )
     return min(limit, sum(weight.room for weight in weights))
 
 
-def merged(buckets: Iterable[Bucket]) -> Bucket:
-    """Return one bucket with the files of all nodes. Raises RuntimeError where ranks gathered
-    different bytes."""
-    buckets = list(buckets)
+def merged(buckets: Sequence[Bucket]) -> Bucket:
+    """Return the bucket of all ranks, with the files of all nodes.
+
+    Raises RuntimeError if ranks gathered different bytes.
+    """
     staged = [bucket for bucket in buckets if bucket.checksum is not None]
-    if (
-        len({bucket.checksum for bucket in staged}) != 1
-        or len({bucket.weights for bucket in buckets}) != 1
-    ):
+    checksums = {bucket.checksum for bucket in staged}
+    contents = {bucket.weights for bucket in buckets}
+    if len(checksums) != 1 or len(contents) != 1:
         raise RuntimeError(
             "learner ranks gathered different weights; run again, and report it if it happens twice"
         )
-    files = {node: path for bucket in staged for node, path in (bucket.files or {}).items()}
+    files: dict[str, str] = {}
+    for bucket in staged:
+        files |= bucket.files or {}
     return Bucket(staged[0].weights, staged[0].checksum, files or None)

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-MODEL, REWARD_MODEL = "actor_rollout_ref.model.path", "reward_model.model.path"
-# Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
+MODEL = "actor_rollout_ref.model.path"
+REWARD_MODEL = "reward_model.model.path"
+OVERRIDES = "actor_rollout_ref.model.override_config"
+# Left out of the copy of a URL where only a tokenizer or a model's shape is needed
 WEIGHT_FILES = (
     "*.safetensors",
     "*.bin",
@@ -42,10 +44,9 @@ WEIGHT_FILES = (
     "*.gguf",
     "*.distcp",
 )
-# In names of a configuration's fields: dropout, layerdrop, router_jitter_noise
+# Parts of names of a configuration's fields: dropout, layerdrop, router_jitter_noise
 NOISE = ("drop", "jitter")
-# Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide
-# differently
+# Spaces, newlines, digits, capitals, scripts: tokenizers of one vocabulary divide them differently
 TOKENIZER_SAMPLE = (
     "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 "
     "Привет हिन्दी 🙂 x=1\n"
@@ -61,17 +62,18 @@ CLASSIFIERS = {
 
 
 def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
-    """Return a hub id as it is, a local path expanded and checked, and of a URL the copy on this
-    node.
+    """Return a hub id as it is, a local path checked, and of a URL the copy on this node.
 
-    Without ``weights`` the copy lacks them. Raises InputError where there is no model.
+    Without ``weights`` the copy lacks them. Raises InputError if there is no model.
     """
     if not (paths.is_local(path) or is_url(path)):
         return path
     local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
     if (local / "adapter_config.json").exists() and not key.endswith("tokenizer_path"):
-        fix = "merge them into their base first: python -m core.export CHECKPOINT NEW_FOLDER"
-        raise InputError(f"{key}={path}: holds adapters, not a model; {fix}")
+        raise InputError(
+            f"{key}={path}: holds adapters, not a model; merge them into their base first: "
+            "python -m core.export CHECKPOINT NEW_FOLDER"
+        )
     if not (local / "config.json").exists():
         raise InputError(
             f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)"
@@ -81,22 +83,22 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
 
 @contextmanager
 def readable(path: str, key: str = MODEL) -> Iterator[None]:
-    """Raise what transformers raises for a folder or hub id that it cannot read as an InputError of
-    one line."""
+    """Raise transformers' errors about a folder or hub id that it cannot read as an InputError."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
-        fix = "give a Hugging Face folder, or a hub id that can be reached or is in the cache"
-        raise InputError(f"{key}={path}: cannot be read ({reason}); {fix}") from error
+        raise InputError(
+            f"{key}={path}: cannot be read ({reason}); give a Hugging Face folder, or a hub id "
+            "that can be reached or is in the cache"
+        ) from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Run a block without transformers' own bars, which would write over the run's, and its table
-    of a new head."""
+    """Run a block without transformers' bars, which would write over the run's, and warnings."""
     from transformers.utils import logging as library
 
     verbosity = library.get_verbosity()
@@ -151,30 +153,35 @@ def _tokenized(tokenizer: Any) -> tuple[list[int], str]:
 
 @functools.cache
 def _warn_of_tokenizer_class(path: str) -> None:
-    rule = "transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json"
-    log.warning("%s: %s; tokenizer.json is taken, and a deployment must take it too", path, rule)
+    log.warning(
+        "%s: transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json; "
+        "tokenizer.json is used, and a deployment must use it too",
+        path,
+    )
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer, with a pad token in any case and the configured chat template. Raises
-    InputError."""
+    """Load the tokenizer with a pad token and the configured chat template. Raises InputError."""
     key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else MODEL
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     tokenizer = read_tokenizer(path, key, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:  # padding never carries loss or attention, so any id serves
         if tokenizer.eos_token_id is None:
-            rule = "the tokenizer has neither a pad nor an eos token"
-            raise InputError(f"{key}={path}: {rule}; set one in its tokenizer_config.json")
+            raise InputError(
+                f"{key}={path}: the tokenizer has neither a pad nor an eos token; set one in its "
+                "tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(tokenizer, "chat_template", None) is None:
         tokenizer.chat_template = _template_of_processor(path)
-    if (template := model.custom_chat_template) is not None:
-        # A path, or a text that would be every prompt
+    template = model.custom_chat_template
+    if template is not None:
+        # Without these it is a path, or a text that would be every prompt
         if "{" not in template or "messages" not in template:
-            rule = (
-                "is no Jinja template that reads messages; give the text of one, not a file's path"
+            raise InputError(
+                f"actor_rollout_ref.model.custom_chat_template={template}: is no Jinja template "
+                "that reads messages; give the text of one, not a file's path"
             )
-            raise InputError(f"actor_rollout_ref.model.custom_chat_template={template}: {rule}")
         tokenizer.chat_template = template
     return tokenizer
 
@@ -183,82 +190,84 @@ def _template_of_processor(path: str) -> str | None:
     """Return the template of ``chat_template.json``, which only processors and vLLM read."""
     from transformers.utils import cached_file
 
-    kinds = ("gated_repo", "missing_entries", "connection_errors")
-    quietly = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
-    file = cached_file(path, "chat_template.json", **quietly)
-    return file and json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
+    file = cached_file(
+        path,
+        "chat_template.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return None
+    return json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
 
 
 def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
-    """Return how the model reads prompts. Raises InputError for a model that reads media in an
-    unknown way."""
+    """Return how the model reads prompts. Raises InputError for an unknown way of pictures."""
     path = resolve_path(model.path, weights=False)
     config = _model_config(model, path, overrides=False)
     modality = modality_of(config)
-    if getattr(config, "vision_config", None) is not None and not modality.reads_media:
-        known = ", ".join(registry.PICTURE_MODELS) or "none"
-        rule = (
-            f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
+    if modality.reads_media:
+        return Modality(True, PictureFormat.of(config, path, tokenizer))
+    if getattr(config, "vision_config", None) is not None:
+        known = ", ".join(registry.PICTURE_MODELS)
+        raise InputError(
+            f"{MODEL}={model.path}: its model_type {config.model_type} reads pictures in its own "
+            f"way; known are {known}"
         )
-        raise InputError(f"{MODEL}={model.path}: {rule}")
-    return (
-        Modality(True, PictureFormat.of(config, path, tokenizer))
-        if modality.reads_media
-        else modality
-    )
+    return modality
 
 
 def same_positions(config: Any) -> int | None:
-    """Return the longest sequence that leaves the positions of others alone; None for models
-    without such a bound.
+    """Return the longest sequence that leaves the positions of others as they are, or None.
 
     Dynamic and longrope choose the frequencies of a whole pass, and of all that follows in a cache,
-    by the longest sequence in it: beyond this length log-probs would depend on what shares the
-    pass.
+    by its longest sequence: beyond this length log-probs would depend on what shares the pass.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
-    types = [each.get("rope_type") or "" for each in kinds]
-    limits = [text.max_position_embeddings for each in types if "dynamic" in each]
-    pairs = zip(types, kinds, strict=True)
-    limits += [
-        each["original_max_position_embeddings"] for name, each in pairs if name == "longrope"
-    ]
+    by_kind_of_layer = [each for each in rope.values() if isinstance(each, Mapping)]
+    limits = []
+    for parameters in by_kind_of_layer or [rope]:
+        rope_type = parameters.get("rope_type") or ""
+        if "dynamic" in rope_type:
+            limits.append(text.max_position_embeddings)
+        elif rope_type == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
     return min(limits, default=None)
 
 
 def positions(config: Any) -> int:
     """Return the longest sequence that a model of this configuration can read."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min(most, same_positions(config) or most)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(longest, same_positions(config) or longest)
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
-    """Check that the model has positions for the longest sequence that each key's files may lead
-    to.
+    """Raise InputError if the model has too few positions for the sequences of any files.
 
-    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises
-    InputError.
+    ``longest`` maps the key of the files to the tokens of the longest prompt, and of what may
+    follow it.
     """
-    model, data = config.actor_rollout_ref.model, config.data
+    model = config.actor_rollout_ref.model
+    data = config.data
     shape = _model_config(model, resolve_path(model.path, weights=False))
-    most, why = positions(shape), ""
-    if most == same_positions(shape):
-        why = " before its positions depend on the longest sequence of a pass (dynamic, longrope)"
+    limit = positions(shape)
+    reason = ""
+    if limit == same_positions(shape):
+        reason = (
+            " before its positions depend on the longest sequence of a pass (dynamic, longrope)"
+        )
     fix = "lower them"
     if not data.filter_overlong_prompts:
         fix += " (data.filter_overlong_prompts=True leaves out the prompts that are then too long)"
-    keys = (
-        f"data.max_prompt_length={data.max_prompt_length}, "
-        f"data.max_response_length={data.max_response_length}"
-    )
     problems = [
-        f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and "
-        f"{model.path} has "
-        f"max_position_embeddings={most}{why}; {fix}"
-        for key, (prompt, more) in longest.items()
-        if prompt + more > most
+        f"data.max_prompt_length={data.max_prompt_length}, "
+        f"data.max_response_length={data.max_response_length}: the longest prompt of {key} has "
+        f"{prompt} tokens and {following} may follow, and {model.path} has "
+        f"max_position_embeddings={limit}{reason}; {fix}"
+        for key, (prompt, following) in longest.items()
+        if prompt + following > limit
     ]
     if problems:
         raise InputError(problems)
@@ -270,18 +279,16 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
 def load_policy(
     model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> nn.Module:
-    """Load the language model, which may read media. ``on_meta`` builds it without reading or
-    allocating a weight."""
+    """Load the language model; with ``on_meta`` without reading or allocating a weight."""
     return _load(TEXT.auto_class, model, dtype, on_meta)
 
 
 def load_critic(
     model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> nn.Module:
-    """Load a copy of the policy's body with a fresh one-number head on every token (PPO's value
-    function)."""
+    """Load PPO's value function: a model's body and a new one-number head on every token."""
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
+        torch.manual_seed(seed)  # the run's seed decides the head, not what ran before
         return _load(
             CLASSIFIERS["ForTokenClassification"],
             model,
@@ -293,68 +300,63 @@ def load_critic(
 
 
 def load_classifier(model: Section) -> tuple[nn.Module, bool]:
-    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens
-    (else sequences).
+    """Load a trained classifier with one label; return it and whether it labels tokens.
 
-    Its weights have the number format of the passes. Raises InputError for a folder that holds
-    anything else.
+    The other kind labels sequences. Weights have the number format of the passes. Raises InputError
+    for a folder that holds anything else.
     """
     import transformers
 
     path = resolve_path(model.path, REWARD_MODEL)
+    options = {"trust_remote_code": model.trust_remote_code}
     with readable(path, REWARD_MODEL):
-        config = transformers.AutoConfig.from_pretrained(
-            path, trust_remote_code=model.trust_remote_code
-        )
+        config = transformers.AutoConfig.from_pretrained(path, **options)
     names = " ".join(config.architectures or ())
     kind = next((kind for end, kind in CLASSIFIERS.items() if end in names), None)
     if kind is None or config.num_labels != 1:
-        has = f"{names or 'no architecture'} with {config.num_labels} labels"
-        rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
-        raise InputError(f"{REWARD_MODEL}={model.path}: {rule}")
-    auto = getattr(transformers, kind)
+        raise InputError(
+            f"{REWARD_MODEL}={model.path}: it has {names or 'no architecture'} with "
+            f"{config.num_labels} labels; a reward model is a sequence or token classifier with "
+            "one label"
+        )
     dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
-    options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
     with quiet():
-        module = auto.from_pretrained(path, **options)
+        module = getattr(transformers, kind).from_pretrained(
+            path, config=config, dtype=dtype, **options
+        )
     return module.eval().requires_grad_(False), "TokenClassification" in kind
 
 
 def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
-    """Return transformers' class that loads a language model of this configuration, with the parts
-    that read media."""
+    """Return transformers' class that loads this model, with the parts that read pictures."""
     import transformers
 
-    return getattr(
-        transformers, modality_of(config).auto_class if auto == TEXT.auto_class else auto
-    )
+    if auto == TEXT.auto_class:
+        auto = modality_of(config).auto_class
+    return getattr(transformers, auto)
 
 
 def tied(module: nn.Module) -> nn.Module:
-    """Tie the head to the embeddings where the model's configuration ties them, whatever the files
-    hold.
+    """Tie the head to the embeddings if the model's configuration does, whatever the files hold.
 
-    transformers leaves apart what the files hold as two matrices; engines tie them, and so does who
-    reads an export.
+    transformers leaves apart two matrices of the files. Engines tie them, and so do readers of an
+    export.
     """
-    inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if (
-        module.config.get_text_config().tie_word_embeddings
-        and head is not None
-        and head.weight is not inputs.weight
-    ):
+    embeddings = module.get_input_embeddings()
+    head = module.get_output_embeddings()
+    is_tied = module.config.get_text_config().tie_word_embeddings
+    if is_tied and head is not None and head.weight is not embeddings.weight:
         _warn_of_own_head(module.config.name_or_path)
-        head.weight = inputs.weight
+        head.weight = embeddings.weight
     return module
 
 
-@functools.cache
-def _warn_of_own_head(model: str) -> None:  # once: learner and engine load a model each
-    rule = "tie_word_embeddings is true, and the files hold a head of its own"
+@functools.cache  # one warning: learner and engine load a model each
+def _warn_of_own_head(model: str) -> None:
     log.warning(
-        "%s: %s, which is not used: the head is the embeddings, in training and in what is saved",
+        "%s: tie_word_embeddings is true, and the files hold a head of its own, which is not used: "
+        "the head is the embeddings, in training and in what is saved",
         model,
-        rule,
     )
 
 
@@ -375,6 +377,7 @@ def compute_dtype(name: str) -> torch.dtype | None:
 def _load(
     auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any
 ) -> nn.Module:
+    """Load a model of an auto class; ``head`` are fields of its configuration."""
     import transformers
 
     path = resolve_path(model.path, weights=not on_meta)
@@ -387,7 +390,8 @@ def _load(
         if on_meta:
             with torch.device("meta"):
                 module = auto_class(config, auto).from_config(config, **options)
-            with suppress(OSError):  # not every model has one; it names all ids that end a response
+            # It names all ids that end a response; not every model has one
+            with suppress(OSError):
                 module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
             module = tied(auto_class(config, auto).from_pretrained(path, config=config, **options))
@@ -403,41 +407,44 @@ def _load(
 
 
 def _switch_off_noise(config: Any) -> list[tuple[str, str, float]]:
-    """Switch off what is random in training: a ratio between two passes must be the policies'
-    alone.
+    """Set what is random in training to 0: a ratio of two passes must be the policies' alone.
 
-    Returns the part of the configuration ("" for itself), field and value of each.
+    Returns the sub-configuration ("" for the configuration itself), field and value of each.
     """
     noise = []
-    for part in ("", *getattr(config, "sub_configs", ())):
-        target = getattr(config, part, None) if part else config
-        for name, value in list(vars(target).items()) if target is not None else ():
-            if any(word in name for word in NOISE) and type(value) in (int, float) and value:
-                setattr(target, name, 0.0)
-                noise.append((part, name, value))
+    for name in ("", *getattr(config, "sub_configs", ())):
+        section = _sub_config(config, name)
+        fields = {} if section is None else dict(vars(section))
+        for field, value in fields.items():
+            is_noise = any(word in field for word in NOISE)
+            if is_noise and type(value) in (int, float) and value:
+                setattr(section, field, 0.0)
+                noise.append((name, field, value))
     return noise
+
+
+def _sub_config(config: Any, name: str) -> Any:
+    return getattr(config, name, None) if name else config
 
 
 @contextmanager
 def base_settings(module: nn.Module) -> Iterator[None]:
-    """Give a model's configuration the dropout of its base for a block: checkpoints and exports
-    keep it."""
-    noise = [
-        (getattr(module.config, part) if part else module.config, name, value)
-        for part, name, value in getattr(module, "noise", ())
-    ]
-    for target, name, value in noise:
-        setattr(target, name, value)
+    """Give a configuration the dropout of its base for a block: checkpoints and exports keep it."""
+    noise = getattr(module, "noise", ())
+    for name, field, value in noise:
+        setattr(_sub_config(module.config, name), field, value)
     try:
         yield
     finally:
-        for target, name, _ in noise:
-            setattr(target, name, 0.0)
+        for name, field, _ in noise:
+            setattr(_sub_config(module.config, name), field, 0.0)
+
+
+# -- override_config -------------------------------------------------------------------------------
 
 
 def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> Any:
-    """Return transformers' configuration of a model, with ``override_config``. Raises InputError
-    for unknown fields."""
+    """Return transformers' configuration of a model with ``override_config``. Raises InputError."""
     import transformers
 
     with readable(path):
@@ -449,8 +456,7 @@ def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> A
 
 
 def config_changes(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model's configuration that ``override_config`` changes, derived ones
-    included."""
+    """Return the fields that ``override_config`` changes, derived ones included."""
     if not model.override_config:
         return {}
     path = resolve_path(model.path, weights=False)
@@ -460,63 +466,81 @@ def config_changes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
-    """Return the configuration that a ``config.json`` with these changes would give. Raises
-    InputError."""
-    key = "actor_rollout_ref.model.override_config"
-    kind, rope = type(config), getattr(config, "rope_parameters", None)
-    known = ROPE_FIELDS if rope else ()
+    """Return the configuration that a ``config.json`` with these changes would give.
+
+    Raises InputError.
+    """
+    kind = type(config)
+    rope = getattr(config, "rope_parameters", None)
+    rope_fields = ROPE_FIELDS if rope else ()
     for name in changes:
-        if not (hasattr(config, name) or name in known):
-            raise InputError(f"{key}.{name}: {kind.__name__} has no such field")
+        if not (hasattr(config, name) or name in rope_fields):
+            raise InputError(f"{OVERRIDES}.{name}: {kind.__name__} has no such field")
     fields, _ = kind.get_config_dict(path)
+    # The pattern of layers is written back only if it is not derived from the window's fields
     pattern = fields.pop("layer_types", None)
     if pattern and getattr(kind.from_dict(dict(fields)), "layer_types", None) != pattern:
-        # Of the model's own; elsewhere it follows from the window's fields
         fields["layer_types"] = pattern
-    of_rope = {name: value for name, value in changes.items() if name in known}
-    changes = {name: value for name, value in changes.items() if name not in of_rope}
+    of_rope = {name: value for name, value in changes.items() if name in rope_fields}
+    others = {name: value for name, value in changes.items() if name not in rope_fields}
     if of_rope:
         fields = {name: value for name, value in fields.items() if name not in ROPE_FIELDS}
-        fields["rope_parameters"] = _rope_parameters(rope, of_rope, key)
-    for name, value in changes.items():
-        part = fields.get(name)
-        fields[name] = (
-            {**part, **value} if isinstance(part, dict) and isinstance(value, dict) else value
-        )
+        fields["rope_parameters"] = _rope_parameters(rope, of_rope)
+    for name, value in others.items():
+        before = fields.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            value = {**before, **value}
+        fields[name] = value
     try:
         result = kind.from_dict(fields)
     except Exception as error:  # each class checks its fields in its own way
-        rule = f"{kind.__name__} refuses it ({' '.join(str(error).split())[:200]})"
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{key}={changes | of_rope}: {rule}; give what its config.json may hold"
+            f"{OVERRIDES}={changes}: {kind.__name__} refuses it ({reason}); give what its "
+            "config.json may hold"
         ) from error
     result.name_or_path = path
-    for name, value in changes.items():
-        if not isinstance(value, dict) and getattr(result, name, value) != value:
-            rule = f"{kind.__name__} makes {getattr(result, name)} of it"
-            fix = "set the field that it depends on too (sliding_window needs use_sliding_window)"
-            raise InputError(f"{key}.{name}={value}: {rule}; {fix}")
-    kinds = getattr(result, "layer_types", None)
-    if changes.get("sliding_window") and kinds and "sliding_attention" not in kinds:
-        rule = f"no layer of {kind.__name__} has a window"
-        raise InputError(
-            f"{key}.sliding_window={changes['sliding_window']}: {rule}; lower max_window_layers too"
-        )
+    _check_overrides(result, others)
     return result
 
 
-def _rope_parameters(rope: Mapping[str, Any], changes: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the parameters of rotary positions: ``rope_scaling`` replaces all but the base and the
-    share of a head."""
-    whole = changes.get("rope_parameters", changes.get("rope_scaling", rope))
-    whole = dict(whole or {"rope_type": "default"})
+def _check_overrides(result: Any, changes: Mapping[str, Any]) -> None:
+    """Raise InputError for a change that the configuration did not take over."""
+    kind = type(result).__name__
+    for name, value in changes.items():
+        if not isinstance(value, dict) and getattr(result, name, value) != value:
+            raise InputError(
+                f"{OVERRIDES}.{name}={value}: {kind} makes {getattr(result, name)} of it; set the "
+                "field that it depends on too (sliding_window needs use_sliding_window)"
+            )
+    window = changes.get("sliding_window")
+    kinds_of_layers = getattr(result, "layer_types", None)
+    if window and kinds_of_layers and "sliding_attention" not in kinds_of_layers:
+        raise InputError(
+            f"{OVERRIDES}.sliding_window={window}: no layer of {kind} has a window; lower "
+            "max_window_layers too"
+        )
+
+
+def _rope_parameters(rope: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of rotary positions.
+
+    ``rope_scaling`` replaces all of them except the base and the share of a head that is rotated.
+    """
+    parameters = changes.get("rope_parameters", changes.get("rope_scaling", rope))
+    parameters = dict(parameters or {"rope_type": "default"})
     if any(isinstance(value, Mapping) for value in rope.values()):
-        if whole.keys() != rope.keys() or "rope_theta" in changes:
-            rule = f"positions differ by kind of layer here ({', '.join(rope)})"
-            raise InputError(f"{key}: {rule}; give rope_parameters with each of them")
-        return whole
-    if "type" in whole:  # its name in older files
-        whole["rope_type"] = whole.pop("type")
-    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    theta = {"rope_theta": changes["rope_theta"]} if "rope_theta" in changes else {}
-    return {**kept, **whole, **theta}
+        if parameters.keys() != rope.keys() or "rope_theta" in changes:
+            raise InputError(
+                f"{OVERRIDES}: positions differ by kind of layer here ({', '.join(rope)}); give "
+                "rope_parameters with each of them"
+            )
+        return parameters
+    if "type" in parameters:  # the name in older files
+        parameters["rope_type"] = parameters.pop("type")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            parameters.setdefault(name, rope[name])
+    if "rope_theta" in changes:
+        parameters["rope_theta"] = changes["rope_theta"]
+    return parameters

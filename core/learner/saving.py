@@ -1,8 +1,7 @@
-"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in files of
-several ranks.
+"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``.
 
-Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters what
-is trained, as peft.
+Weights are a Hugging Face folder, so that an export is a copy of it. Of a model with adapters only
+what is trained is there, in peft's format. One process or several ranks may have written the files.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FILE_SIZE = "5GB"  # of weights, at most
-# Of a base, beside weights: written anew, large, or no part of a model
+FILE_SIZE = "5GB"  # the largest file of weights
+# Files of a base that are not copied: written anew, large, or no part of a model
 OTHER_FILES = (
     "config.json",
     "adapter_*",
@@ -54,9 +52,12 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
 )
-TOKENIZER_FILES += ("chat_template*", "*.model", "*.tiktoken", "tekken.json")
-# Folder of the optimizer's files in a checkpoint's actor/ and critic/, where ranks wrote it
+# Folder of the optimizer's files in a checkpoint's actor/ and critic/
 OPTIMIZER = "optimizer"
 
 
@@ -66,10 +67,9 @@ OPTIMIZER = "optimizer"
 def save_model(
     module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a Hugging Face folder, or, of a model with adapters, what is trained alone in peft's
-    format.
+    """Write a Hugging Face folder or, if the model has adapters, what is trained in peft's format.
 
-    ``weights`` stand in for the module's own, where those are elsewhere.
+    ``weights`` are used in place of the module's own.
     """
     if not has_adapters(module):
         export_hf(module, tokenizer, folder, state_dict=weights)
@@ -90,63 +90,58 @@ def load_model(module: nn.Module, folder: Path) -> None:
 
 
 def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
-    """Write ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)``
-    gives equal logits.
+    """Write a transformers model and its tokenizer: ``from_pretrained(folder)`` gives equal logits.
 
-    ``state_dict`` stands in for the model's own weights, where those are elsewhere. Raises OSError.
+    ``state_dict`` is used in place of the model's own weights. Raises OSError.
     """
     from transformers import GenerationConfig
 
-    own = getattr(model, "generation_config", None)
+    generation_config = getattr(model, "generation_config", None)
     with quiet(), full_disk_as_oserror(folder):
         try:
-            if own is not None:
-                own.validate(strict=True)
+            if generation_config is not None:
+                generation_config.validate(strict=True)
         except ValueError as error:
-            # Of published models too, which load and must not end a run when it saves
-            log.info(
-                "generation_config of the model is not valid, and its ids alone are saved: %s",
-                error,
+            # Published models have such ones too: they load, and must not end a run when it saves
+            log.info("generation_config is not valid, and only its ids are saved: %s", error)
+            model.generation_config = GenerationConfig(
+                bos_token_id=generation_config.bos_token_id,
+                eos_token_id=generation_config.eos_token_id,
+                pad_token_id=generation_config.pad_token_id,
             )
-            ids = {
-                name: getattr(own, name, None)
-                for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-            }
-            model.generation_config = GenerationConfig(**ids)
         with base_settings(model):
             model.save_pretrained(folder, state_dict=state_dict)
         write_base_files(model, tokenizer, folder)
 
 
 def write_base_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write what belongs to a model beside weights and config.json, byte for byte as its base has
-    it.
+    """Copy the files of a model's base, except for weights and config.json, byte for byte.
 
-    The tokenizer's files come from the tokenizer's folder. What was built in code, transformers
-    writes.
+    The tokenizer's files come from the tokenizer's folder. transformers writes what was built in
+    code.
     """
-    files, processor = _small_files(module.config.name_or_path), getattr(module, "processor", None)
+    files = _small_files(module.config.name_or_path)
+    processor = getattr(module, "processor", None)
     if processor is not None and "preprocessor_config.json" not in files:
         processor.save_pretrained(folder)
     if tokenizer is not None:
         files = {name: file for name, file in files.items() if not _is_tokenizer_file(name)}
-        from_folder = _small_files(tokenizer.name_or_path)
-        from_folder = {name: file for name, file in from_folder.items() if _is_tokenizer_file(name)}
-        if from_folder:
-            files |= from_folder
+        of_tokenizer = _small_files(tokenizer.name_or_path)
+        of_tokenizer = {n: file for n, file in of_tokenizer.items() if _is_tokenizer_file(n)}
+        if of_tokenizer:
+            files |= of_tokenizer
         else:
             tokenizer.save_pretrained(folder)
     for name, file in files.items():
         shutil.copyfile(file, folder / name)
     template = getattr(tokenizer, "chat_template", None)
-    # The configured one
     if isinstance(template, str) and template != tokenizer.init_kwargs.get("chat_template"):
+        # The run's configuration has set it
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _small_files(path: str) -> dict[str, Path]:
-    """Return name -> file of a model's folder, or of what this machine has of a hub id, without its
-    weights."""
+    """Return the files of a folder, or of this machine's copy of a hub id, without its weights."""
     folder = Path(path)
     if path and not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -155,12 +150,11 @@ def _small_files(path: str) -> dict[str, Path]:
             folder = Path(snapshot_download(path, local_files_only=True))
     if not (path and folder.is_dir()):
         return {}
-    skipped = (*WEIGHT_FILES, *OTHER_FILES)
-    files = {file.name: file for file in sorted(folder.iterdir()) if file.is_file()}
+    patterns = (*WEIGHT_FILES, *OTHER_FILES)
     return {
-        name: file
-        for name, file in files.items()
-        if not any(fnmatch(name, each) for each in skipped)
+        file.name: file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in patterns)
     }
 
 
@@ -169,49 +163,49 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
+    """Copy the weights that :func:`export_hf` wrote into ``model``, bit for bit.
 
     ``from_pretrained`` reads them into a second copy. Raises InputError for another model's.
     """
-    # Transformers would load the base that they name, from wherever they name it
+    problem = f"{folder} holds weights of another model"
     if (folder / ADAPTERS).exists():
-        raise InputError(
-            f"{folder} holds weights of another model: adapters, and this run has none"
-        )
+        # transformers would load the base that they name, from wherever they name it
+        raise InputError(f"{problem}: adapters, and this run has none")
     widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
-    options = {"config": copy.deepcopy(model.config), "dtype": widest, "output_loading_info": True}
     with quiet():
         try:
-            loaded, info = type(model).from_pretrained(folder, **options)
-        except RuntimeError as error:
-            raise InputError(f"{folder} holds weights of another model: {error}") from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            raise InputError(
-                f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}"
+            loaded, info = type(model).from_pretrained(
+                folder, config=copy.deepcopy(model.config), dtype=widest, output_loading_info=True
             )
+        except RuntimeError as error:
+            raise InputError(f"{problem}: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(kind):
+            raise InputError(f"{problem}: {kind} {sorted(info[kind])[:5]}")
     model.load_state_dict(loaded.state_dict())
 
 
 def weight_files(model: Any) -> dict[str, list[str]] | None:
-    """Return file name -> names of the weights in it, in the order of the state dict, as
-    transformers divides them.
+    """Return file name -> names of the weights in it, as transformers divides a model's weights.
 
-    ``model`` may be on the meta device. None for a model whose weights transformers renames or
-    converts on saving.
+    ``model`` may be on the meta device. Returns None if transformers renames or converts its
+    weights on saving.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
-    kept = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
-    if list(revert_weight_conversion(model, dict(kept))) != list(kept):
+    saved = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+    if list(revert_weight_conversion(model, dict(saved))) != list(saved):
         return None
-    options = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": FILE_SIZE}
-    return split_state_dict_into_shards_factory(
-        kept, get_storage_size=lambda value: value.nbytes, **options
-    ).filename_to_tensors
+    split = split_state_dict_into_shards_factory(
+        saved,
+        get_storage_size=lambda value: value.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=FILE_SIZE,
+    )
+    return split.filename_to_tensors
 
 
 def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) -> None:
@@ -219,17 +213,18 @@ def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) ->
     if len(files) == 1:
         return
     state = model.state_dict()
-    size = sum(state[name].nbytes for names in files.values() for name in names)
-    weight_map = {name: file for file, own in files.items() for name in own}
-    text = json.dumps(
-        {"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True
-    )
+    weight_map = {name: file for file, names in files.items() for name in names}
+    total_size = sum(state[name].nbytes for name in weight_map)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True)
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, str]:
-    """Put tensors that share no memory on disk, as file -> name -> tensor. Return file -> SHA-256.
-    Raises OSError."""
+    """Put ``files`` (name of the file -> name -> tensor) on disk. Return file name -> SHA-256.
+
+    No two tensors may share memory. Raises OSError.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -245,64 +240,63 @@ def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[
 
 @contextmanager
 def full_disk_as_oserror(path: Path) -> Iterator[None]:
-    """Raise what safetensors reports as an error of its own, such as a full disk, as the OSError
-    that it is."""
+    """Raise errors of the disk as OSError, which safetensors hides in an error of its own."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:  # "... (os error 28)" for a full disk
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]), str(error), str(path)) if number else error from error
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # 28 for a full disk
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error), str(path)) from error
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-def optimizer_tensors(part: Actor | Critic) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
-    """Yield each trained weight with what the optimizer holds of it, by the names under which it is
-    stored."""
-    for name, parameter in trained_weights(part.module).items():
-        state = part.stepper.optimizer.state.get(parameter, {})
-        yield name, [(f"{name}:{key}", value) for key, value in state.items()]
+def optimizer_tensors(model: Actor | Critic) -> Iterator[dict[str, Tensor]]:
+    """Yield what the optimizer holds of each trained weight, by the names in the file."""
+    for name, parameter in trained_weights(model.module).items():
+        state = model.stepper.optimizer.state.get(parameter, {})
+        yield {f"{name}:{key}": value for key, value in state.items()}
 
 
-def save_optimizer(part: Actor | Critic, folder: Path) -> None:
-    """Write the optimizer of a model that is whole in this process, as one of several ranks writes
-    its part."""
-    save_files(
-        {
-            "00001-of-00001.safetensors": dict(
-                chain.from_iterable(t for _, t in optimizer_tensors(part))
-            )
-        },
-        folder,
-    )
+def save_optimizer(model: Actor | Critic, folder: Path) -> None:
+    """Write the optimizer of a model that is whole in this process."""
+    tensors: dict[str, Tensor] = {}
+    for of_weight in optimizer_tensors(model):
+        tensors |= of_weight
+    save_files({"00001-of-00001.safetensors": tensors}, folder)
 
 
 def load_optimizer(
-    part: Actor | Critic,
+    model: Actor | Critic,
     folder: Path,
     place: Callable[[nn.Parameter, Tensor], Tensor] | None = None,
 ) -> None:
-    """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks
-    wrote.
+    """Load the optimizer of ``actor/`` or ``critic/``, whether one process or several wrote it.
 
     ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises
     DamagedCheckpoint.
     """
     from safetensors.torch import load_file
 
-    trained, state = trained_weights(part.module), part.stepper.optimizer.state
+    trained = trained_weights(model.module)
+    state = model.stepper.optimizer.state
     files = sorted((folder / OPTIMIZER).glob("*.safetensors"))
     if not files:
         raise DamagedCheckpoint(f"{folder}: has no optimizer that this version reads")
     state.clear()
-    for stored, value in chain.from_iterable(load_file(file).items() for file in files):
-        name, _, key = stored.rpartition(":")
-        if name not in trained:
-            raise DamagedCheckpoint(f"{folder}: holds the optimizer of another model, with {name}")
-        parameter = trained[name]
-        state[parameter][key] = (
-            value.to(parameter.device) if place is None else place(parameter, value)
-        )
+    for file in files:
+        for stored_name, value in load_file(file).items():
+            name, _, key = stored_name.rpartition(":")
+            if name not in trained:
+                raise DamagedCheckpoint(
+                    f"{folder}: holds the optimizer of another model, with {name}"
+                )
+            parameter = trained[name]
+            if place is None:
+                state[parameter][key] = value.to(parameter.device)
+            else:
+                state[parameter][key] = place(parameter, value)

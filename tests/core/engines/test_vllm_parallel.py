@@ -4,6 +4,7 @@ it in the process."""
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from core.engines import vllm
 from core.engines.vllm import VLLMEngine
-from core.engines.weight_buckets import Staging, Weight, pack, staged_size, weight_names
+from core.engines.weight_buckets import Staging, Weight, pack, staged_size
 from tests.core.engine_contract import ask, ids, sample_all
 from tests.core.engines.test_vllm_engine import BLOCK, SHAPE, skeleton
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not t
 def send(engine, policy, version):
     """Update the engine as a cluster does, by buckets in memory that its processes open, and return
     the proofs."""
-    names = [names for names in weight_names(engine.model) if names[0] in policy]
+    names_of = defaultdict(list)  # tied weights have several
+    for name, tensor in engine.model.state_dict(keep_vars=True).items():
+        names_of[id(tensor)].append(name)
+    names = [tuple(names) for names in names_of.values() if names[0] in policy]
     weights = [Weight(each, tuple(policy[each[0]].shape), torch.float32) for each in names]
     limit = max(max(weight.room for weight in weights), sum(weight.room for weight in weights) // 5)
     staging = Staging(staged_size(weights, limit), torch.device("cpu"))
