@@ -27,7 +27,7 @@ from core.config import registry
 from core.errors import UnhealthyRun
 from core.learner.batching import split_zero_gradient
 from core.learner.lora import add_adapters
-from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
+from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.passes import BasePolicy, LearnerModel, Policy, training_size, whole_tensor
 from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
@@ -157,8 +157,8 @@ class Actor(Policy):
     def update(self, mini_batches: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take an optimizer step for each mini-batch. Return metrics.
 
-        If a batch has no ``old_log_probs``, and without ``bypass``, this is its only step.
-        The log-probs of this pass then serve as the old ones, so the ratio is 1.
+        Without ``old_log_probs`` and without ``bypass`` there is one mini-batch. The log-probs of
+        its own pass then serve as the old ones, so the ratio is 1.
         """
         self.mismatch = MetricSums()
         self.stepper.begin_update(lr_multiplier)
@@ -402,21 +402,25 @@ class Models:
     def make_reference(self, policy: nn.Module, known: np.ndarray | None) -> Policy:
         """Return the reference policy, which shares the policy's base if adapters train."""
         roles = self.config.actor_rollout_ref
-        kind = Policy
-        module = policy
+        options = {
+            "temperature": roles.rollout.temperature or 1.0,
+            "known": known,
+            **self.computing("ref", roles.ref),
+        }
         if roles.model.lora_rank:
-            kind = BasePolicy
-        else:
-            module = self.place("ref", self.new_policy, roles.ref).requires_grad_(False)
-        temperature = roles.rollout.temperature or 1.0
-        computing = self.computing("ref", roles.ref)
-        return kind(module, temperature=temperature, known=known, **computing)
+            return BasePolicy(policy, **options)
+        module = self.place("ref", self.new_policy, roles.ref).requires_grad_(False)
+        return Policy(module, **options)
 
     def new_policy(self, on_meta: bool) -> nn.Module:
         """Load the policy as it is before training; on the meta device without weights."""
         model = self.config.actor_rollout_ref.model
         module = load_policy(model, self.master_dtype, on_meta=on_meta)
-        return add_adapters(freeze_parts(module, self.config), model, self.config.trainer.seed)
+        if self.config.actor_rollout_ref.actor.freeze_vision_tower:
+            from core.vision.learner_pictures import freeze_vision_tower
+
+            freeze_vision_tower(module)
+        return add_adapters(module, model, self.config.trainer.seed)
 
     def new_critic(self, on_meta: bool) -> nn.Module:
         """Load the critic as it is before training; on the meta device without weights."""

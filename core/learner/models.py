@@ -25,25 +25,14 @@ from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.section import Section
     from core.config.training_keys import ModelConfig
 
 
 log = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model.path"
-REWARD_MODEL = "reward_model.model.path"
 OVERRIDES = "actor_rollout_ref.model.override_config"
 # Left out of the copy of a URL where only a tokenizer or a model's shape is needed
-WEIGHT_FILES = (
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.h5",
-    "*.msgpack",
-    "*.gguf",
-    "*.distcp",
-)
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt*", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
 # Parts of names of a configuration's fields: dropout, layerdrop, router_jitter_noise
 NOISE = ("drop", "jitter")
 # Spaces, newlines, digits, capitals, scripts: tokenizers of one vocabulary divide them differently
@@ -52,10 +41,6 @@ TOKENIZER_SAMPLE = (
     "Привет हिन्दी 🙂 x=1\n"
 )
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
-CLASSIFIERS = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-}
 
 
 # -- where a model is ------------------------------------------------------------------------------
@@ -290,41 +275,13 @@ def load_critic(
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the run's seed decides the head, not what ran before
         return _load(
-            CLASSIFIERS["ForTokenClassification"],
+            "AutoModelForTokenClassification",
             model,
             dtype,
             on_meta,
             num_labels=1,
             classifier_dropout=0.0,
         )
-
-
-def load_classifier(model: Section) -> tuple[nn.Module, bool]:
-    """Load a trained classifier with one label; return it and whether it labels tokens.
-
-    The other kind labels sequences. Weights have the number format of the passes. Raises InputError
-    for a folder that holds anything else.
-    """
-    import transformers
-
-    path = resolve_path(model.path, REWARD_MODEL)
-    options = {"trust_remote_code": model.trust_remote_code}
-    with readable(path, REWARD_MODEL):
-        config = transformers.AutoConfig.from_pretrained(path, **options)
-    names = " ".join(config.architectures or ())
-    kind = next((kind for end, kind in CLASSIFIERS.items() if end in names), None)
-    if kind is None or config.num_labels != 1:
-        raise InputError(
-            f"{REWARD_MODEL}={model.path}: it has {names or 'no architecture'} with "
-            f"{config.num_labels} labels; a reward model is a sequence or token classifier with "
-            "one label"
-        )
-    dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
-    with quiet():
-        module = getattr(transformers, kind).from_pretrained(
-            path, config=config, dtype=dtype, **options
-        )
-    return module.eval().requires_grad_(False), "TokenClassification" in kind
 
 
 def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
@@ -358,15 +315,6 @@ def _warn_of_own_head(model: str) -> None:
         "the head is the embeddings, in training and in what is saved",
         model,
     )
-
-
-def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
-    """Freeze the parts of the policy that the configuration excludes from training."""
-    if config.actor_rollout_ref.actor.freeze_vision_tower:
-        from core.vision.learner_pictures import freeze_vision_tower
-
-        freeze_vision_tower(module)
-    return module
 
 
 def compute_dtype(name: str) -> torch.dtype | None:

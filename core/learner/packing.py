@@ -296,7 +296,9 @@ def attend(
     if torch.is_autocast_enabled(kind):
         # The kernels below are not on autocast's list, as PyTorch's attention is
         dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     if sequence_mesh is not None:
         ranks = sequence_mesh.size()
         query = _exchange(query, sequence_mesh, TOKENS, HEADS)

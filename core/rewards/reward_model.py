@@ -12,14 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.data.vocabulary import clock_arguments
 from core.errors import InputError
 from core.learner.models import (
-    REWARD_MODEL,
-    load_classifier,
+    compute_dtype,
+    quiet,
     read_tokenizer,
+    readable,
     resolve_path,
     same_positions,
 )
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig, RewardModelModelConfig
 
 
+PATH_KEY = "reward_model.model.path"
+# The end of an architecture's name, and transformers' class that loads it
+CLASSIFIERS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+
+
 def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
     """Return the reward model's tokenizer, or None if the model reads the policy's token ids.
 
@@ -37,8 +46,8 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
     """
     if config.input_tokenizer is None:
         return None
-    path = resolve_path(config.path, REWARD_MODEL, weights=False)
-    tokenizer = read_tokenizer(path, REWARD_MODEL, trust_remote_code=config.trust_remote_code)
+    path = resolve_path(config.path, PATH_KEY, weights=False)
+    tokenizer = read_tokenizer(path, PATH_KEY, trust_remote_code=config.trust_remote_code)
     if not tokenizer.chat_template:
         raise InputError(
             f"reward_model.model.path={config.path}: its tokenizer has no chat template; give it "
@@ -46,6 +55,34 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
             "tokens"
         )
     return tokenizer
+
+
+def load_classifier(model: RewardModelModelConfig) -> tuple[nn.Module, bool]:
+    """Load a trained classifier with one label; return it and whether it labels tokens.
+
+    The other kind labels sequences. Weights have the number format of the passes. Raises InputError
+    for a folder that holds anything else.
+    """
+    import transformers
+
+    path = resolve_path(model.path, PATH_KEY)
+    options = {"trust_remote_code": model.trust_remote_code}
+    with readable(path, PATH_KEY):
+        config = transformers.AutoConfig.from_pretrained(path, **options)
+    names = " ".join(config.architectures or ())
+    kind = next((kind for end, kind in CLASSIFIERS.items() if end in names), None)
+    if kind is None or config.num_labels != 1:
+        raise InputError(
+            f"{PATH_KEY}={model.path}: it has {names or 'no architecture'} with "
+            f"{config.num_labels} labels; a reward model is a sequence or token classifier with "
+            "one label"
+        )
+    dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
+    with quiet():
+        module = getattr(transformers, kind).from_pretrained(
+            path, config=config, dtype=dtype, **options
+        )
+    return module.eval().requires_grad_(False), "TokenClassification" in kind
 
 
 class RewardModel:

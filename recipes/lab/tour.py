@@ -43,8 +43,8 @@ STATIONS = {
     "step",
     "core/engines/hf.py": "runs the policy over the prompt once and over the answers token by "
     "token",
-    "core/engines/sampling.py": "draws each next token from the policy's logits, and decides when "
-    "an answer ends",
+    "core/engines/sampling.py": "draws each next token from the policy's logits",
+    "core/engines/engine.py": "decides after each token whether an answer has ended",
     "core/types.py": "holds an answer: its tokens, which of them the policy wrote, and their "
     "log-probs; then the batch",
     "core/rewards/layer.py": "gives the answer's text to the scorer of its data source",
