@@ -1,4 +1,4 @@
-"""From groups to tensors, and from a batch to the pieces that memory allows.
+"""From groups to tensors, and from a batch to mini-batches and the shares of ranks.
 
 Which sequences make an optimizer step, and each token's weight in it, is decided here once, before
 memory splits it.
@@ -173,9 +173,6 @@ def split_zero_gradient(
     return batch.rows(contributing), batch.rows(idle)
 
 
-# -- the parts of a mini-batch that ranks and memory allow -----------------------------------------
-
-
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
     """Return each rank's sequences, ascending: about equally many tokens, and as many sequences.
 
@@ -191,38 +188,3 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
         shares[rank].append(index)
         tokens[rank] += int(lengths_B[index])
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
-
-
-def micro_batches(
-    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
-) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences.
-
-    First-fit decreasing (Johnson 1973): the longest sequence that is left goes into the first piece
-    with room. Raises ValueError for a sequence that is longer than ``max_tokens``.
-    """
-    if max_tokens is not None:
-        sizes = batch.lengths.tolist()
-        capacity = max_tokens
-    else:
-        sizes = [1] * len(batch)
-        capacity = max_sequences or len(batch)
-    pieces: list[list[int]] = []
-    room: list[int] = []  # what is left of the capacity of each piece
-    for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
-        size = sizes[index]
-        if size > capacity:
-            raise ValueError(
-                f"a sequence of {size} tokens is longer than the token budget of {capacity}: "
-                "raise ppo_max_token_len_per_gpu"
-            )
-        with_room = (number for number, left in enumerate(room) if left >= size)
-        place = next(with_room, len(pieces))
-        if place == len(pieces):
-            pieces.append([])
-            room.append(capacity)
-        pieces[place].append(index)
-        room[place] -= size
-    for piece in pieces:
-        index = torch.tensor(piece)
-        yield index, batch.rows(index)

@@ -7,7 +7,7 @@ compute other numbers than the model itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from core.data.vocabulary import unknown_among
 from core.errors import InputError, UnhealthyRun
-from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.models import same_positions
@@ -60,6 +59,41 @@ def training_size(section: ActorConfig | CriticConfig) -> MicroBatchSize:
     if section.use_dynamic_bsz:
         return MicroBatchSize(max_tokens=section.ppo_max_token_len_per_gpu)
     return MicroBatchSize(max_sequences=section.ppo_micro_batch_size_per_gpu)
+
+
+def micro_batches(
+    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
+) -> Iterator[tuple[Tensor, TrainBatch]]:
+    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences.
+
+    First-fit decreasing (Johnson 1973): the longest sequence that is left goes into the first piece
+    with room. Raises ValueError for a sequence that is longer than ``max_tokens``.
+    """
+    if max_tokens is not None:
+        sizes = batch.lengths.tolist()
+        capacity = max_tokens
+    else:
+        sizes = [1] * len(batch)
+        capacity = max_sequences or len(batch)
+    pieces: list[list[int]] = []
+    room: list[int] = []  # what is left of the capacity of each piece
+    for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
+        size = sizes[index]
+        if size > capacity:
+            raise ValueError(
+                f"a sequence of {size} tokens is longer than the token budget of {capacity}: "
+                "raise ppo_max_token_len_per_gpu"
+            )
+        with_room = (number for number, left in enumerate(room) if left >= size)
+        place = next(with_room, len(pieces))
+        if place == len(pieces):
+            pieces.append([])
+            room.append(capacity)
+        pieces[place].append(index)
+        room[place] -= size
+    for piece in pieces:
+        index = torch.tensor(piece)
+        yield index, batch.rows(index)
 
 
 class Ranks:

@@ -15,10 +15,10 @@ from core.config.training_keys import AlgorithmConfig
 from core.learner.batching import (
     contributing_sequences,
     make_batch,
-    micro_batches,
     mini_batches,
     split_zero_gradient,
 )
+from core.learner.passes import micro_batches
 from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score, ScoreStatus
 
