@@ -27,6 +27,7 @@ from core.engines.sampling import draw, uniforms
 from core.engines.weight_buckets import Proof, Weight, checksum
 from core.errors import InputError
 from core.learner.models import load_policy
+from core.learner.passes import text_log_probs
 from core.vision.learner_pictures import picture_inputs, run_with_pictures
 
 if TYPE_CHECKING:
@@ -220,12 +221,8 @@ class HFEngine(InProcessEngine):
         checksums = {name: checksum(value) for name, value in self.model.named_parameters()}
         return [Proof(tuple(self._received), checksums)]
 
-    @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        ids = torch.tensor([token_ids], device=self.device)
-        logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-        logprob_TV = logits_TV.float().log_softmax(-1)
-        return logprob_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        return text_log_probs(self.model, token_ids, self.device)
 
     def _free(self) -> None:
         self.model = None

@@ -421,17 +421,24 @@ def probe_ids(vocab_size: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
+def text_log_probs(
+    module: nn.Module, token_ids: tuple[int, ...], device: torch.device
+) -> np.ndarray:
+    """Return ``log p(token t | tokens < t)`` for t = 1..len-1 by a plain pass, float32."""
+    ids = torch.tensor([token_ids], device=device)
+    logits_TV = module(input_ids=ids, use_cache=False).logits[0, :-1]
+    log_probs_TV = logits_TV.float().log_softmax(-1)
+    return log_probs_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+
 def probe_log_probs(policy: Policy) -> np.ndarray:
     """Return the learner's log-probs of the fixed text, [n - 1] float32, as an engine's probe does.
 
     Raises UnhealthyRun if they are not finite.
     """
     ids = probe_ids(policy.module.config.get_text_config().vocab_size)
-    input_ids = torch.tensor([ids], device=policy.device)
     with policy.precision():
-        logits = policy.module(input_ids=input_ids, use_cache=False).logits
-    log_probs_TV = logits[0, :-1].float().log_softmax(-1).cpu()
-    log_probs = log_probs_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+        log_probs = text_log_probs(policy.module, ids, policy.device)
     if not np.isfinite(log_probs).all():
         raise UnhealthyRun(
             "actor_rollout_ref.actor.optim.lr: the policy's log-probs of a fixed text are not "
