@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
     from core.config.training_keys import ActorConfig, CriticConfig
 
-# The logit of an id that is never sampled. It is finite, since 0 * log 0 of an entropy would be
-# NaN.
+# The logit of an id that is never sampled. With -inf an entropy would be NaN, by 0 * log 0.
 NEVER = -1e9
 
 
@@ -202,7 +201,7 @@ class LearnerModel:
         self.module = module
         self.compute_dtype = compute_dtype
         self.ranks = ranks
-        self.computes_on = device
+        self.device = device or next(module.parameters()).device
         self.mesh = mesh
         if compute_dtype is not None:
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
@@ -214,10 +213,6 @@ class LearnerModel:
         self.shares = can_share(module) and not self.reads_media
         check_packing(self)
         ranks.reshard(module)
-
-    @property
-    def device(self) -> torch.device:
-        return self.computes_on or next(self.module.parameters()).device
 
     def precision(self) -> contextlib.AbstractContextManager:
         enabled = self.compute_dtype is not None
