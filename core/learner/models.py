@@ -140,7 +140,7 @@ def _tokenized(tokenizer: Any) -> tuple[list[int], str]:
 def _warn_of_tokenizer_class(path: str) -> None:
     log.warning(
         "%s: transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json; "
-        "tokenizer.json is used, and a deployment must use it too",
+        "tokenizer.json is taken, and a deployment must take it too",
         path,
     )
 
