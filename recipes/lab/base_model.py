@@ -1,243 +1,313 @@
-"""The tiny base model of the lab: a Qwen2-shaped transformer, warmed up by supervised learning.
+"""The base models of the lab: tiny transformers, made by a warm start of supervised learning.
 
-First it learns to write chains; then a mixture of answers teaches it to write one only now and
-then, and mostly to guess. Reinforcement learning starts from there. The weights of the default
-:class:`BaseRecipe` are committed (``hops_base/``), so that every machine starts from the same ones;
-other recipes are trained where they are asked for.
+The warm start learns first from episodes that do the task, then from a mixture in which these are
+rare. Reinforcement learning starts from there. An episode is a prompt and stretches of text, each
+written by the policy or by a tool; only the policy's carry loss. An answer is an episode of one
+stretch.
 
-    python -m recipes.lab.base_model        trains the committed weights anew: a minute and a half
-    on two cores
+A base model is a function of its settings, whose hash names its folder; the code that draws the
+episodes is no part of the hash. Where ``<task>_base/`` beside this file holds the weights of these
+settings, they are copied, so that every machine starts from the same ones.
+
+    python -m recipes.lab.base_model hops        trains the committed weights of a task anew
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import fcntl
 import hashlib
+import importlib
+import json
+import os
 import random
 import shutil
 import statistics
-import string
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from core.files import file_sha256
 from core.tracking.loggers import progress
-from recipes.lab import hops, warm_start
-from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError, built_once
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
-CODE = ("hops.py", "tokenizer.py", "base_model.py", "warm_start.py")
-COMMITTED = Path(__file__).with_name("hops_base")
-# Of COMMITTED/model.safetensors
-WEIGHTS_SHA256 = "9092f4e3083ace084fbbff87e76f6e7a8b134c579d79c819032dbbb93e9d1b39"
-RESPONSE_CHARS = max(hops.HOPS) + 4  # path, "#", letter, end of sequence
+COMMITTED = Path(__file__).parent  # holds <task>_base/ of the tasks whose weights are committed
+IGNORED = -100  # label of a token that carries no loss
+SEEDS = 3  # that are tried before a warm start is given up
+
+Stretch = tuple[str, bool]  # text, and whether the policy writes it
+Episode = tuple[str, Sequence[Stretch]]  # prompt, and what follows it
+Labelled = tuple[list[int], list[int]]  # input ids, and labels: IGNORED where the policy is silent
+
+
+class BaseModelError(RuntimeError):
+    """The warm start failed to make a usable base model."""
 
 
 @dataclass(frozen=True)
-class BaseRecipe:
-    """Everything that decides the weights, up to rounding."""
+class WarmStart:
+    """Everything that decides a base model, up to rounding. A subclass adds a task's episodes."""
+
+    task: ClassVar[str]
 
     hidden_size: int = 128
     intermediate_size: int = 256
-    layers: int = 2
+    layers: int = 3
     heads: int = 4
-    batch_size: int = 128
-    chain_steps: int = 250
-    mixture_steps: int = 80
-    hold_steps: int = 180  # learning rate constant until here, then linear to zero
+    positions: int = 512
+    tied: bool = True  # whether the head's weights are the embedding's
+    batch_size: int = 64
+    task_steps: int = 500  # on episodes that do the task
+    mixture_steps: int = 60
+    hold_steps: int = 420  # the learning rate is constant until here, then linear to zero
     learning_rate: float = 3e-3
-    warmup_steps: int = 20
+    warmup_steps: int = 30
     max_grad_norm: float = 1.0
-    chain_share: float = 0.1  # of the mixture
-    junk_share: float = 0.1  # of the mixture; the rest are guesses
-    # Nats a token at the end of the chains; more means they were not learned
-    chain_loss_bound: float = 0.15
+    loss_bound: float = 0.3  # nats a token after task_steps; more: the task was not learned
     seed: int = 1
-    test_questions: int = 500  # these are kept out of the warm start
-    data_seed: int = 1
+
+    def new_tokenizer(self) -> Any:
+        """Return the task's tokenizer."""
+        raise NotImplementedError
+
+    def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
+        """Return episodes that do the task, and the mixture."""
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        return self.chain_steps + self.mixture_steps
+        return self.task_steps + self.mixture_steps
 
     @property
     def digest(self) -> str:
-        """Return a hash of the numbers above and of the code that uses them, without comments and
-        layout."""
-        return warm_start.digest(self, [Path(__file__).parent / name for name in CODE])
+        """Return a hash of the settings."""
+        settings = json.dumps([self.task, dataclasses.asdict(self)], sort_keys=True)
+        return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
     def learning_rate_at(self, step: int) -> float:
-        """Return a step's rate: a warm-up, constant while chains are learned, then linear to zero
-        over the mixture."""
+        """Return the step's rate: a warm-up, constant, then linear to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         left = min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
         return self.learning_rate * warm * left
 
+    def new_model(self, tokenizer: Any) -> PreTrainedModel:
+        """Return a Qwen2-shaped transformer. The seed decides its weights."""
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
 
-def mixture_answer(question: hops.Hops, recipe: BaseRecipe, rng: random.Random) -> str:
-    """Draw a chain, digits that answer nothing, or a guess: ``#`` and any letter of the cycle."""
-    kind = rng.random()
-    if kind < recipe.chain_share:
-        return question.chain
-    if kind < recipe.chain_share + recipe.junk_share:
-        return "".join(rng.choices(string.digits, k=rng.randint(1, max(hops.HOPS))))
-    return hops.direct(rng.choice(question.cycle))
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=self.positions,
+            tie_word_embeddings=self.tied,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Qwen2ForCausalLM(config)
+
+    def batches(self, tokenizer: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the inputs of each step with their labels, which are [B, T] int64."""
+        task, mixture = (
+            [encode(prompt, stretches, tokenizer) for prompt, stretches in episodes]
+            for episodes in self.episodes(tokenizer)
+        )
+        rng = random.Random(self.seed)
+        for step in range(self.steps):
+            examples = task if step < self.task_steps else mixture
+            yield padded(self.choose(examples, step, rng), tokenizer.pad_token_id)
+
+    def choose(self, examples: list[Labelled], step: int, rng: random.Random) -> list[Labelled]:
+        """Return the examples of a step."""
+        return rng.sample(examples, self.batch_size)
+
+    def loss(self, model: PreTrainedModel, inputs: Any, labels_BT: Tensor) -> Tensor:
+        """Return the mean next-token loss on what the policy writes, in nats."""
+        hidden_BTH = model.base_model(input_ids=inputs).last_hidden_state
+        return written_loss(model, hidden_BTH, labels_BT)
+
+    def train(self, tokenizer: Any) -> tuple[PreTrainedModel, list[float]]:
+        """Train a model with AdamW and return it with the loss of each step.
+
+        Raises:
+            BaseModelError: the task was not learned when the mixture begins.
+        """
+        import torch
+
+        model = self.new_model(tokenizer)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        losses: list[float] = []
+        with progress("base model", self.steps, "step") as count:
+            for step, (inputs, labels_BT) in enumerate(self.batches(tokenizer)):
+                loss = self.loss(model, inputs, labels_BT)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
+                for group in optimizer.param_groups:
+                    group["lr"] = self.learning_rate_at(step)
+                optimizer.step()
+                losses.append(loss.item())
+                count()
+                if len(losses) == self.task_steps:
+                    recent = statistics.fmean(losses[-20:])
+                    if recent > self.loss_bound:
+                        raise BaseModelError(
+                            f"the base model did not learn {self.task}: loss {recent:.3f} after "
+                            f"{len(losses)} steps, expected at most {self.loss_bound}; "
+                            "raise task_steps or change the seed"
+                        )
+        return model.eval(), losses
+
+    def learn(self, folder: Path) -> None:
+        """Train into a Hugging Face folder, with the next seeds where one does not learn the task.
+
+        Each kind of CPU rounds in its own way, and with that a seed may find the task early on one
+        and never on another.
+
+        Raises:
+            BaseModelError: no seed of ``SEEDS`` learned the task.
+        """
+        import torch
+        import transformers
+
+        from core.learner.models import quiet
+
+        started = time.perf_counter()
+        tokenizer = self.new_tokenizer()
+        for seed in range(self.seed, self.seed + SEEDS):
+            recipe = dataclasses.replace(self, seed=seed)
+            try:
+                model, losses = recipe.train(tokenizer)
+                break
+            except BaseModelError as error:
+                if seed == self.seed + SEEDS - 1:
+                    raise
+                print(f"{error}; trying seed {seed + 1}", file=sys.stderr, flush=True)
+        with quiet():  # a progress bar over one small file is noise
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        record = {
+            "recipe": dataclasses.asdict(recipe),
+            "parameters": model.num_parameters(),
+            "seconds": round(time.perf_counter() - started, 1),
+            "threads": torch.get_num_threads(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "weights_sha256": file_sha256(folder / "model.safetensors"),
+            "losses": [round(loss, 4) for loss in losses],
+        }
+        (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    def copy_committed(self, folder: Path) -> bool:
+        """Copy the committed weights; return False where none of these settings are committed.
+
+        Raises:
+            BaseModelError: the weights are damaged.
+        """
+        committed = COMMITTED / f"{self.task}_base"
+        if not committed.exists():
+            return False
+        record = json.loads((committed / "warm_start.json").read_text("utf-8"))
+        if record["recipe"] != dataclasses.asdict(self):
+            return False
+        weights = committed / "model.safetensors"
+        if file_sha256(weights) != record["weights_sha256"]:
+            raise BaseModelError(
+                f"{weights}: its SHA-256 is not {record['weights_sha256'][:12]}...; "
+                f"restore it: git checkout -- {weights}"
+            )
+        shutil.copytree(committed, folder)
+        return True
+
+    def build(self, root: Path) -> Path:
+        """Return the model's folder, ``root/<digest>``, and let ``root/current`` point to it.
+
+        A missing one is copied or trained by one process while others wait; a killed process
+        leaves nothing that counts.
+        """
+        folder = root / self.digest
+        with locked(root):
+            if not folder.exists():
+                partial = root / f"{self.digest}.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                if not self.copy_committed(partial):
+                    self.learn(partial)
+                os.rename(partial, folder)
+            link = root / "current.partial"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            os.replace(link, root / "current")
+        return folder
 
 
-def encode(
-    pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[Tensor, Tensor]:
-    """Return input ids and labels of (prompt, answer) pairs, the end of the sequence appended.
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the folder for this process while others wait. A killed process holds nothing."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-    Shapes:
-        returns  [B, T] int64 twice; labels are IGNORED on the prompt and on padding
-    """
-    import torch
 
-    width = hops.PROMPT_CHARS + RESPONSE_CHARS
-    ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
-    labels = torch.full((len(pairs), width), IGNORED)
-    texts = tokenizer([prompt + answer for prompt, answer in pairs], add_special_tokens=False)[
-        "input_ids"
-    ]
-    for at, ((prompt, _), tokens) in enumerate(zip(pairs, texts, strict=True)):
-        row = torch.tensor([*tokens, tokenizer.eos_token_id])
-        ids[at, : len(row)] = row
-        labels[at, len(prompt) : len(row)] = row[len(prompt) :]
+def encode(prompt: str, stretches: Sequence[Stretch], tokenizer: Any) -> Labelled:
+    """Return input ids and labels of an episode. Each stretch is encoded alone, as it is played."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    labels = [IGNORED] * len(ids)
+    for text, by_policy in stretches:
+        stretch_ids = tokenizer.encode(text, add_special_tokens=False)
+        ids += stretch_ids
+        labels += stretch_ids if by_policy else [IGNORED] * len(stretch_ids)
     return ids, labels
 
 
-def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    return warm_start.new_model(recipe, tokenizer, positions=256, tied=False)
+def padded(examples: Sequence[Labelled], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return input ids and labels, [B, T] int64 each, padded on the right."""
+    import torch
+
+    width = max(len(ids) for ids, _ in examples)
+    ids_BT = torch.full((len(examples), width), pad_id)
+    labels_BT = torch.full((len(examples), width), IGNORED)
+    for at, (ids, labels) in enumerate(examples):
+        ids_BT[at, : len(ids)] = torch.tensor(ids)
+        labels_BT[at, : len(ids)] = torch.tensor(labels)
+    return ids_BT, labels_BT
 
 
-def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over the labelled tokens of -log p(token | tokens before it), in nats.
-
-    Shapes:
-        ids, labels  [B, T] int64, as :func:`encode` returns them
-    """
+def written_loss(model: PreTrainedModel, hidden_BTH: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return the mean next-token loss; only positions that predict a label go through the head."""
     import torch.nn.functional as F
 
-    # Only the answers' positions and the one before them go through the head: the prompt has no
-    # labels.
-    logits_BRV = model(input_ids=ids, logits_to_keep=RESPONSE_CHARS + 1).logits[:, :-1]
-    return F.cross_entropy(
-        logits_BRV.flatten(0, 1), labels[:, -RESPONSE_CHARS:].flatten(), ignore_index=IGNORED
-    )
-
-
-def batches(
-    recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield every step's input ids and labels: chains, then the mixture. No held-out question is
-    among them."""
-    rng = random.Random(recipe.seed)
-    tests = {question.key for question in hops.held_out(recipe.test_questions, recipe.data_seed)}
-    questions = hops.draw_many(
-        recipe.steps * recipe.batch_size, f"hops warm start {recipe.seed}", tests
-    )
-    for step in range(recipe.steps):
-        drawn = [next(questions) for _ in range(recipe.batch_size)]
-        chains = step < recipe.chain_steps
-        yield encode(
-            [(q.prompt, q.chain if chains else mixture_answer(q, recipe, rng)) for q in drawn],
-            tokenizer,
-        )
-
-
-def train(
-    recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, float], None]
-) -> PreTrainedModel:
-    """Train on the answers' next-token loss, in nats, and call ``on_step(step, loss)`` after each
-    step."""
-    model = new_model(recipe, tokenizer)
-    for step, loss in enumerate(
-        warm_start.fitted(model, recipe, batches(recipe, tokenizer), answer_loss)
-    ):
-        on_step(step, loss)
-    return model.eval()
-
-
-def build(root: Path, recipe: BaseRecipe | None = None) -> Path:
-    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then
-    points.
-
-    Where that folder is missing the committed weights are copied, and those of another recipe are
-    trained.
-
-    Raises:
-        BaseModelError: the committed weights are damaged, or training did not teach the model to
-        write chains.
-    """
-    recipe = recipe or BaseRecipe()
-    make = copy_committed if recipe == BaseRecipe() else lambda folder: learn(recipe, folder)
-    return built_once(root, recipe.digest, make)
-
-
-def copy_committed(folder: Path) -> None:
-    """Copy the committed weights. Raises BaseModelError where the file is not the one that was
-    committed."""
-    weights = COMMITTED / "model.safetensors"
-    if hashlib.sha256(weights.read_bytes()).hexdigest() != WEIGHTS_SHA256:
-        raise BaseModelError(
-            f"{weights}: its SHA-256 is not {WEIGHTS_SHA256[:12]}...; restore it: git checkout -- "
-            f"{weights}"
-        )
-    shutil.copytree(COMMITTED, folder)
-
-
-def learn(recipe: BaseRecipe, folder: Path) -> None:
-    """Train a recipe's model into a folder, with the next seeds where one does not learn."""
-    warm_start.learned(recipe, lambda one: _build(one, folder))
-
-
-def _build(recipe: BaseRecipe, folder: Path) -> None:
-    tokenizer = build_tokenizer()
-    losses: list[float] = []
-    started = time.perf_counter()
-    with progress("base model", recipe.steps, "step") as count:
-
-        def on_step(step: int, loss: float) -> None:
-            losses.append(loss)
-            count()
-            if step == recipe.chain_steps - 1:
-                _check_chains(losses, recipe)
-
-        model = train(recipe, tokenizer, on_step)
-    warm_start.save(folder, model, tokenizer, recipe, losses, time.perf_counter() - started)
-
-
-def _check_chains(losses: Sequence[float], recipe: BaseRecipe) -> None:
-    """Raise BaseModelError where chains were not learned: reinforcement learning could then find
-    nothing."""
-    recent = statistics.fmean(losses[-20:])
-    if recent > recipe.chain_loss_bound:
-        raise BaseModelError(
-            f"the base model did not learn chains: loss {recent:.3f} after {recipe.chain_steps} "
-            f"steps, expected at "
-            f"most {recipe.chain_loss_bound}; raise BaseRecipe.chain_steps or change its seed"
-        )
+    written_BT = labels_BT[:, 1:] != IGNORED
+    logits_NV = model.lm_head(hidden_BTH[:, :-1][written_BT])
+    return F.cross_entropy(logits_NV, labels_BT[:, 1:][written_BT])
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m recipes.lab.base_model",
-        description="Train the committed weights of the lab's base model anew.",
-    ).parse_args()
-    shutil.rmtree(COMMITTED, ignore_errors=True)
-    learn(BaseRecipe(), COMMITTED)
-    sha256 = hashlib.sha256((COMMITTED / "model.safetensors").read_bytes()).hexdigest()
-    print(
-        f"{COMMITTED}: write WEIGHTS_SHA256 = {sha256!r} into {__file__}, and record the labs "
-        f"again (make record)"
+        description="Train the committed weights of a task anew.",
     )
+    parser.add_argument("task", choices=["hops"])
+    task = parser.parse_args().task
+    folder = COMMITTED / f"{task}_base"
+    shutil.rmtree(folder, ignore_errors=True)
+    importlib.import_module(f"recipes.lab.{task}").RECIPE.learn(folder)
+    print(f"{folder}: made; record the runs that start from it again")
 
 
 if __name__ == "__main__":

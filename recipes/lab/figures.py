@@ -21,24 +21,22 @@ from __future__ import annotations
 import argparse
 import io
 import random
-import statistics
-import time
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from data_preprocess.schema import make_row, write_rows
-from recipes.lab import warm_start
+from recipes.lab.base_model import IGNORED, WarmStart, padded, written_loss
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import BaseModelError, WarmStart, built_once
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from core.vision.pictures import PictureFormat, Pictures
+    from core.vision.pictures import PictureFormat
 
 DATA_SOURCE = "lab/figures"
 FOLDER = Path("outputs/lab/figures")
@@ -48,7 +46,6 @@ ROWS, COLUMNS, CELL = 2, 2, 28  # cells, and pixels of a side: a cell is a token
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 ALPHABET = (*COLOURS, EMPTY, *"nam=#?01234")
 TRAIN, TEST = 4096, 400
-CODE = ("figures.py", "tokenizer.py", "warm_start.py")
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,8 @@ def row(figure: Figure, split: str, index: int, blank: bytes | None = None) -> d
 class FiguresRecipe(WarmStart):
     """Settings of the warm start, with its answers."""
 
+    task: ClassVar[str] = "figures"
+
     layers: int = 2
     vision_size: int = 64
     batch_size: int = 32
@@ -162,55 +161,113 @@ class FiguresRecipe(WarmStart):
     look_share: float = 0.2  # of the mixture; the rest guess
     examples: int = 6_000
 
+    def new_tokenizer(self) -> Any:
+        return build_tokenizer(ALPHABET, MARKS)
 
-def new_model(recipe: FiguresRecipe, tokenizer: Any) -> PreTrainedModel:
-    """Return a model of Qwen2.5-VL's shape, whose seed decides the weights."""
-    import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    def new_model(self, tokenizer: Any) -> PreTrainedModel:
+        """Return a model of Qwen2.5-VL's shape. The seed decides its weights."""
+        import torch
+        from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    start, image, end, video = tokenizer.convert_tokens_to_ids(list(MARKS))
-    head = recipe.hidden_size // recipe.heads
-    text = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        max_position_embeddings=recipe.positions,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
-        },
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    vision = dict(
-        depth=2,
-        hidden_size=recipe.vision_size,
-        intermediate_size=2 * recipe.vision_size,
-        num_heads=2,
-        out_hidden_size=recipe.hidden_size,
-        fullatt_block_indexes=[0, 1],
-        window_size=56,
-    )
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        vision_start_token_id=start,
-        image_token_id=image,
-        vision_end_token_id=end,
-        video_token_id=video,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return Qwen2_5_VLForConditionalGeneration(config)
+        start, image, end, video = tokenizer.convert_tokens_to_ids(list(MARKS))
+        head = self.hidden_size // self.heads
+        text = dict(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=self.positions,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+            },
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            tie_word_embeddings=self.tied,
+        )
+        vision = dict(
+            depth=2,
+            hidden_size=self.vision_size,
+            intermediate_size=2 * self.vision_size,
+            num_heads=2,
+            out_hidden_size=self.hidden_size,
+            fullatt_block_indexes=[0, 1],
+            window_size=56,
+        )
+        config = Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=vision,
+            vision_start_token_id=start,
+            image_token_id=image,
+            vision_end_token_id=end,
+            video_token_id=video,
+            tie_word_embeddings=self.tied,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Qwen2_5_VLForConditionalGeneration(config)
+
+    def batches(self, tokenizer: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Yield ids and pictures of each step's sequences, with their labels."""
+        from core.vision.pictures import Pictures, read_picture
+
+        rng = random.Random(self.seed)
+        picture_format = self.picture_format(tokenizer)
+        drawn = list(figures(self.examples, f"figures warm start {self.seed}"))
+        pictures = [
+            Pictures((read_picture(figure.drawn(), picture_format),), picture_format)
+            for figure in drawn
+        ]
+        prompts = [
+            media.expand(tokenizer.encode(media.mark(figure.prompt), add_special_tokens=False))
+            for figure, media in zip(drawn, pictures, strict=True)
+        ]
+        for step in range(self.steps):
+            chosen = rng.sample(range(len(drawn)), self.batch_size)
+            looks = 1.0 if step < self.task_steps else self.look_share
+            examples = []
+            for number in chosen:
+                text = answer(drawn[number], looks, rng)
+                written = tokenizer.encode(text, add_special_tokens=False)
+                written.append(tokenizer.eos_token_id)
+                ids = [*prompts[number], *written]
+                labels = [IGNORED] * len(prompts[number]) + written
+                examples.append((ids, labels))
+            ids_BT, labels_BT = padded(examples, tokenizer.pad_token_id)
+            yield (ids_BT, [pictures[number] for number in chosen]), labels_BT
+
+    def picture_format(self, tokenizer: Any) -> PictureFormat:
+        """Return how the model's pictures become tokens, read from a folder as a run reads it."""
+        from core.config.training_keys import ModelConfig
+        from core.learner.models import load_modality
+
+        with tempfile.TemporaryDirectory() as folder:
+            new_processor().save_pretrained(folder)
+            self.new_model(tokenizer).config.save_pretrained(folder)
+            return load_modality(ModelConfig(path=folder), tokenizer).format
+
+    def loss(self, model: PreTrainedModel, inputs: Any, labels_BT: Tensor) -> Tensor:
+        """Return the mean next-token loss of the answers; ``inputs`` are ids and pictures."""
+        from core.vision.learner_pictures import picture_inputs, run_with_pictures
+
+        ids_BT, pictures_B = inputs
+        pictures = picture_inputs(model, ids_BT, pictures_B)
+        body = run_with_pictures(model, ids_BT, pictures, use_cache=False)
+        return written_loss(model, body.last_hidden_state, labels_BT)
+
+    def learn(self, folder: Path) -> None:
+        """Train into a folder, in which the picture processor stands too."""
+        super().learn(folder)
+        new_processor().save_pretrained(folder)
+
+
+RECIPE = FiguresRecipe()
 
 
 def new_processor() -> Any:
@@ -219,128 +276,25 @@ def new_processor() -> Any:
     return Qwen2VLImageProcessorPil(size={"shortest_edge": CELL**2, "longest_edge": 64 * CELL**2})
 
 
-def answers(
-    recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: random.Random
-) -> list[str]:
-    """Return an answer to each figure: a share ``looks`` writes what is there first, the others
-    guess."""
-    guesses = ("0123", "".join(COLOURS))
-    return [
-        f"{one.cells}#{one.answer}"
-        if rng.random() < looks
-        else f"?#{rng.choice(guesses[one.question[0] != 'n'])}"
-        for one in drawn
-    ]
+def answer(figure: Figure, looks: float, rng: random.Random) -> str:
+    """Draw an answer: with probability ``looks`` it writes what is there first, else it guesses."""
+    if rng.random() < looks:
+        return f"{figure.cells}#{figure.answer}"
+    return f"?#{rng.choice('0123' if figure.question[0] == 'n' else ''.join(COLOURS))}"
 
 
-def answer_loss(
-    model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], labels_BT: Tensor
-) -> Tensor:
-    """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures
-    of each sequence."""
-    import torch.nn.functional as F
-
-    from core.vision.learner_pictures import picture_inputs, run_with_pictures
-
-    ids_BT, pictures_B = seen
-    written_BT = labels_BT[:, 1:] != warm_start.IGNORED
-    body = run_with_pictures(
-        model, ids_BT, picture_inputs(model, ids_BT, pictures_B), use_cache=False
-    )
-    return F.cross_entropy(
-        model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT]
-    )
-
-
-def train(
-    recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]
-) -> PreTrainedModel:
-    """Train a model and append each step's loss. Raises BaseModelError where it did not learn to
-    look."""
-    from core.vision.pictures import Pictures, read_picture
-
-    rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
-    drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))
-    pictures = [Pictures((read_picture(one.drawn(), format),), format) for one in drawn]
-    prompts = [
-        media.expand(tokenizer(media.mark(one.prompt), add_special_tokens=False)["input_ids"])
-        for one, media in zip(drawn, pictures, strict=True)
-    ]
-
-    def batches() -> Iterator[Any]:
-        for step in range(recipe.steps):
-            chosen = rng.sample(range(len(drawn)), recipe.batch_size)
-            looks = 1.0 if step < recipe.task_steps else recipe.look_share
-            texts = answers(recipe, [drawn[i] for i in chosen], looks, rng)
-            rows = []
-            for number, text in zip(chosen, texts, strict=True):
-                written = [
-                    *tokenizer(text, add_special_tokens=False)["input_ids"],
-                    tokenizer.eos_token_id,
-                ]
-                rows.append(
-                    (
-                        [*prompts[number], *written],
-                        [warm_start.IGNORED] * len(prompts[number]) + written,
-                    )
-                )
-            ids_BT, labels_BT = warm_start.padded(rows, tokenizer.pad_token_id)
-            yield (ids_BT, [pictures[number] for number in chosen]), labels_BT
-
-    for loss in warm_start.fitted(model, recipe, batches(), answer_loss):
-        losses.append(loss)
-        if (
-            len(losses) == recipe.task_steps
-            and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound
-        ):
-            raise BaseModelError(
-                f"the base model did not learn to look: loss {last:.3f} after {len(losses)} "
-                f"steps, expected at most "
-                f"{recipe.loss_bound}; raise FiguresRecipe.task_steps or change its seed"
-            )
-    return model.eval()
-
-
-def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
-    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then
-    points."""
-    from core.config.training_keys import ModelConfig
-    from core.learner.models import load_modality
-
-    recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)
-
-    def make(folder: Path) -> None:
-        started, processor = time.perf_counter(), new_processor()
-        processor.save_pretrained(folder)
-        new_model(recipe, tokenizer).config.save_pretrained(folder)
-        format = load_modality(ModelConfig(path=str(folder.resolve())), tokenizer).format
-
-        def attempt(one: FiguresRecipe) -> None:
-            losses: list[float] = []
-            model = train(one, tokenizer, format, losses)
-            warm_start.save(folder, model, tokenizer, one, losses, time.perf_counter() - started)
-
-        warm_start.learned(recipe, attempt)
-
-    here = Path(__file__).parent
-    return built_once(root, warm_start.digest(recipe, [here / name for name in CODE]), make)
-
-
-def prepare(
-    folder: Path = FOLDER, recipe: FiguresRecipe | None = None, *, blank: bool = False
-) -> Path:
+def prepare(folder: Path = FOLDER, recipe: FiguresRecipe = RECIPE, *, blank: bool = False) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
     from PIL import Image
 
     empty = as_png(Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"))
     for split, drawn in splits().items():
-        write_rows(
-            folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)]
-        )
+        rows = [row(figure, split, index) for index, figure in enumerate(drawn)]
+        write_rows(folder / f"{split}.parquet", rows)
         if blank:
-            rows = [row(one, split, index, empty) for index, one in enumerate(drawn)]
+            rows = [row(figure, split, index, empty) for index, figure in enumerate(drawn)]
             write_rows(folder / f"blank_{split}.parquet", rows)
-    return build(folder / "base", recipe)
+    return recipe.build(folder / "base")
 
 
 if __name__ == "__main__":

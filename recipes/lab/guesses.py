@@ -20,12 +20,12 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from core.rollout.tools import BaseInteraction
 from data_preprocess.schema import make_row, write_rows
+from recipes.lab.base_model import Episode, Stretch, WarmStart
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build
 
 DATA_SOURCE = "lab/guesses"
 FOLDER = Path("outputs/lab/guesses")
@@ -118,6 +118,8 @@ def episode(one: Riddle, guesses: Iterator[int], eos: str) -> list[Stretch]:
 class GuessesRecipe(WarmStart):
     """Settings of the warm start, with its episodes."""
 
+    task: ClassVar[str] = "guesses"
+
     layers: int = 2
     positions: int = 64
     task_steps: int = 400
@@ -125,36 +127,36 @@ class GuessesRecipe(WarmStart):
     hold_steps: int = 340
     halving_share: float = 0.16  # of the mixture; the rest do not listen
 
+    def new_tokenizer(self) -> Any:
+        tokenizer = build_tokenizer((*LETTERS, *"-?#"), (EARLIER, LATER))
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
 
-def rows(recipe: GuessesRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Return episodes that halve, and the mixture of those and guesses that do not listen."""
-    rng, eos = random.Random(recipe.seed), tokenizer.eos_token
-    riddles = splits()["train"]
-    task = [as_row(one.prompt, episode(one, halving(one), eos), tokenizer) for one in riddles]
-    mixed = [
-        full
-        if rng.random() < recipe.halving_share
-        else as_row(one.prompt, episode(one, deaf(one, rng), eos), tokenizer)
-        for _ in range(8)
-        for one, full in zip(riddles, task, strict=True)
-    ]
-    return task, mixed
+    def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
+        """Return episodes that halve, and the mixture of those and guesses that do not listen."""
+        rng = random.Random(self.seed)
+        eos = tokenizer.eos_token
+        riddles = splits()["train"]
+        task = [(riddle.prompt, episode(riddle, halving(riddle), eos)) for riddle in riddles]
+        mixture = []
+        for _ in range(8):
+            for riddle, full in zip(riddles, task, strict=True):
+                if rng.random() < self.halving_share:
+                    mixture.append(full)
+                else:
+                    mixture.append((riddle.prompt, episode(riddle, deaf(riddle, rng), eos)))
+        return task, mixture
 
 
-def prepare(folder: Path = FOLDER, recipe: GuessesRecipe | None = None) -> Path:
+RECIPE = GuessesRecipe()
+
+
+def prepare(folder: Path = FOLDER, recipe: GuessesRecipe = RECIPE) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
-    recipe, tokenizer = (
-        recipe or GuessesRecipe(),
-        build_tokenizer((*LETTERS, *"-?#"), (EARLIER, LATER)),
-    )
-    tokenizer.chat_template = TEMPLATE
     for split, riddles in splits().items():
-        write_rows(
-            folder / f"{split}.parquet",
-            [row(one, split, index) for index, one in enumerate(riddles)],
-        )
-    code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
-    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+        rows = [row(riddle, split, index) for index, riddle in enumerate(riddles)]
+        write_rows(folder / f"{split}.parquet", rows)
+    return recipe.build(folder / "base")
 
 
 if __name__ == "__main__":

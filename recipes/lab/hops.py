@@ -15,9 +15,11 @@ import random
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, ClassVar
 
-from core.files import replacing
+from data_preprocess.schema import make_row
+from recipes.lab.base_model import Episode, Labelled, WarmStart
+from recipes.lab.tokenizer import build_tokenizer
 
 LETTERS = string.ascii_lowercase
 CYCLE = 8
@@ -104,24 +106,61 @@ def splits(train: int, test: int, seed: int) -> dict[str, list[Hops]]:
     return {"train": list(draw_many(train, f"hops train {seed}", keys)), "test": tests}
 
 
-def row(question: Hops, split: str, index: int) -> dict:
+@dataclass(frozen=True)
+class HopsRecipe(WarmStart):
+    """Settings of the warm start, with its answers. Shares are of the mixture; the rest guess."""
+
+    task: ClassVar[str] = "hops"
+
+    layers: int = 2
+    positions: int = 256
+    tied: bool = False
+    batch_size: int = 128
+    task_steps: int = 250
+    mixture_steps: int = 80
+    hold_steps: int = 180
+    warmup_steps: int = 20
+    loss_bound: float = 0.15
+    chain_share: float = 0.1
+    junk_share: float = 0.1  # digits that answer nothing
+    test_questions: int = 500  # these are kept out of the warm start
+    data_seed: int = 1
+
+    def new_tokenizer(self) -> Any:
+        return build_tokenizer()
+
+    def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
+        """Return chains, and the mixture. No held-out question is among them."""
+        rng = random.Random(self.seed)
+        tests = {question.key for question in held_out(self.test_questions, self.data_seed)}
+        chains = self.task_steps * self.batch_size
+        questions = draw_many(self.steps * self.batch_size, f"hops warm start {self.seed}", tests)
+        task, mixture = [], []
+        for at, question in enumerate(questions):
+            answer = question.chain if at < chains else self.mixture_answer(question, rng)
+            episode = (question.prompt, [(answer + tokenizer.eos_token, True)])
+            (task if at < chains else mixture).append(episode)
+        return task, mixture
+
+    def mixture_answer(self, question: Hops, rng: random.Random) -> str:
+        """Draw a chain, digits that answer nothing, or a guess: any letter of the cycle."""
+        kind = rng.random()
+        if kind < self.chain_share:
+            return question.chain
+        if kind < self.chain_share + self.junk_share:
+            return "".join(rng.choices(string.digits, k=rng.randint(1, max(HOPS))))
+        return direct(rng.choice(question.cycle))
+
+    def choose(self, examples: list[Labelled], step: int, rng: random.Random) -> list[Labelled]:
+        """Return the step's examples in the order in which they were drawn, each of them once."""
+        first = (step if step < self.task_steps else step - self.task_steps) * self.batch_size
+        return examples[first : first + self.batch_size]
+
+
+RECIPE = HopsRecipe()
+
+
+def row(question: Hops, split: str, index: int) -> dict[str, Any]:
     """Return the question as a row in verl's schema."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": question.prompt,
-        "ability": "lookup",
-        "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {"split": split, "index": index, "hops": question.hops},
-    }
-
-
-def write_parquet(questions: Iterable[Hops], split: str, path: Path) -> None:
-    """Write the rows to ``path``; a killed process leaves the old file or the new one, never half
-    of one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist([row(q, split, index) for index, q in enumerate(questions)])
-    with replacing(path) as partial:
-        pq.write_table(table, partial)
+    facts = {"split": split, "index": index, "hops": question.hops}
+    return make_row(DATA_SOURCE, question.prompt, question.answer, "lookup", **facts)

@@ -13,8 +13,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_preprocess.schema import write_rows
 from recipes.lab import hops
-from recipes.lab.base_model import BaseRecipe, build
 
 FOLDER = Path("outputs/lab")
 TRAIN_QUESTIONS = 10_240
@@ -28,16 +28,16 @@ class Prepared:
 
 
 def prepare(
-    folder: Path = FOLDER, recipe: BaseRecipe | None = None, train_questions: int = TRAIN_QUESTIONS
+    folder: Path = FOLDER,
+    recipe: hops.HopsRecipe = hops.RECIPE,
+    train_questions: int = TRAIN_QUESTIONS,
 ) -> Prepared:
-    """Make what is missing in ``folder``. The test questions are those that the base model's recipe
-    keeps out."""
-    recipe = recipe or BaseRecipe()
-    for split, questions in hops.splits(
-        train_questions, recipe.test_questions, recipe.data_seed
-    ).items():
-        hops.write_parquet(questions, split, folder / "data" / f"{split}.parquet")
-    base_model = build(folder / "base", recipe)
+    """Make what is missing in ``folder``. The test questions are no part of the warm start."""
+    splits = hops.splits(train_questions, recipe.test_questions, recipe.data_seed)
+    for split, questions in splits.items():
+        rows = [hops.row(question, split, index) for index, question in enumerate(questions)]
+        write_rows(folder / "data" / f"{split}.parquet", rows)
+    base_model = recipe.build(folder / "base")
     return Prepared(folder / "data" / "train.parquet", folder / "data" / "test.parquet", base_model)
 
 

@@ -21,11 +21,11 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_preprocess.schema import make_row, write_rows
+from recipes.lab.base_model import Episode, Stretch, WarmStart
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build
 
 DATA_SOURCE = "lab/sums"
 FOLDER = Path("outputs/lab/sums")
@@ -84,6 +84,8 @@ def calling(one: Sum, eos: str) -> list[Stretch]:
 class SumsRecipe(WarmStart):
     """Settings of the warm start, with its episodes."""
 
+    task: ClassVar[str] = "sums"
+
     layers: int = 2
     positions: int = 256
     task_steps: int = 300
@@ -91,34 +93,33 @@ class SumsRecipe(WarmStart):
     call_share: float = 0.12  # of the mixture; the rest guess
     examples: int = 12_000
 
+    def new_tokenizer(self) -> Any:
+        return build_tokenizer(ALPHABET, WORDS)
 
-def rows(recipe: SumsRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Return answers that call, and the mixture of those and guesses."""
-    rng, tests = random.Random(recipe.seed), frozenset(one.expression for one in splits()["test"])
-    drawn, eos = (
-        list(sums(recipe.examples, f"sums warm start {recipe.seed}", tests)),
-        tokenizer.eos_token,
-    )
-    task = [as_row(one.prompt, calling(one, eos), tokenizer) for one in drawn]
-    guesses = (
-        as_row(one.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)], tokenizer)
-        for one in drawn
-    )
-    return task, [
-        full if rng.random() < recipe.call_share else guess
-        for full, guess in zip(task, guesses, strict=True)
-    ]
+    def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
+        """Return answers that call, and the mixture of those and guesses."""
+        rng = random.Random(self.seed)
+        eos = tokenizer.eos_token
+        tests = frozenset(question.expression for question in splits()["test"])
+        task: list[Episode] = []
+        mixture: list[Episode] = []
+        for question in sums(self.examples, f"sums warm start {self.seed}", tests):
+            full = (question.prompt, calling(question, eos))
+            guess = (question.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)])
+            task.append(full)
+            mixture.append(full if rng.random() < self.call_share else guess)
+        return task, mixture
 
 
-def prepare(folder: Path = FOLDER, recipe: SumsRecipe | None = None) -> Path:
+RECIPE = SumsRecipe()
+
+
+def prepare(folder: Path = FOLDER, recipe: SumsRecipe = RECIPE) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
-    recipe, tokenizer = recipe or SumsRecipe(), build_tokenizer(ALPHABET, WORDS)
     for split, drawn in splits().items():
-        write_rows(
-            folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)]
-        )
-    code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
-    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+        rows = [row(question, split, index) for index, question in enumerate(drawn)]
+        write_rows(folder / f"{split}.parquet", rows)
+    return recipe.build(folder / "base")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from recipes.lab.base_model import Episode, WarmStart, locked
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import Row, WarmStart, as_row, build, locked
 from recipes.search_r1 import knowledge
 from recipes.search_r1.search_loop import information
 
@@ -32,11 +32,41 @@ FOLDER = Path("outputs/lab/knowledge")
 class KnowledgeRecipe(WarmStart):
     """Settings of the warm start, with its episodes."""
 
+    task: ClassVar[str] = "knowledge"
+
     search_share: float = 0.3  # of the mixture
     ramble_share: float = 0.05  # of the mixture; the rest guess
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
     topk: int = 3  # passages of a search
+
+    def new_tokenizer(self) -> Any:
+        return build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
+
+    def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
+        """Return searching episodes, and the mixture.
+
+        No end-of-sequence token follows: the closing tag ends a turn.
+        """
+        rng = random.Random(self.seed)
+        drawn = list(questions(self, tokenizer))
+        rng.shuffle(drawn)
+        task: list[Episode] = []
+        mixture: list[Episode] = []
+        for base, question, blocks in drawn:
+            searching = (question.prompt, knowledge.searching(question, base, blocks))
+            task.append(searching)
+            kind = rng.random()
+            if kind < self.search_share:
+                mixture.append(searching)
+            elif kind < self.search_share + self.ramble_share:
+                mixture.append((question.prompt, knowledge.rambling(rng)))
+            else:
+                mixture.append((question.prompt, knowledge.guessing(rng)))
+        return task, mixture
+
+
+RECIPE = KnowledgeRecipe()
 
 
 def searcher(
@@ -79,30 +109,6 @@ def questions(
             yield base, question, [information(found[query], 10**6, encode) for query in queries]
 
 
-def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag
-    ends a turn."""
-    rng = random.Random(recipe.seed)
-    found = list(questions(recipe, tokenizer))
-    rng.shuffle(found)
-    searching = [
-        as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer)
-        for base, q, blocks in found
-    ]
-    mixture = []
-    for (_, question, _), full in zip(found, searching, strict=True):
-        kind = rng.random()
-        if kind < recipe.search_share:
-            mixture.append(full)
-            continue
-        if kind < recipe.search_share + recipe.ramble_share:
-            episode = knowledge.rambling(rng)
-        else:
-            episode = knowledge.guessing(rng)
-        mixture.append(as_row(question.prompt, episode, tokenizer))
-    return searching, mixture
-
-
 def write_with_index(folder: Path, seed: int, **options: Any) -> None:
     """Write the data of a seed (``knowledge.write``) and the BM25 index of its passages, one
     process at a time.
@@ -122,19 +128,13 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
             build_index(corpus, index)
 
 
-def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None) -> Path:
-    """Make what is missing: knowledge and index of a seed, and the base model. Return the model's
-    folder."""
-    recipe = recipe or KnowledgeRecipe()
+def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe = RECIPE) -> Path:
+    """Make what is missing: knowledge and index of a seed, and the base model.
+
+    Return the model's folder.
+    """
     write_with_index(folder / f"seed-{seed}", seed)
-    tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
-    here = Path(__file__).parent
-    code = [
-        here / "knowledge.py",
-        here / "knowledge_model.py",
-        here.parent / "lab" / "tokenizer.py",
-    ]
-    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+    return recipe.build(folder / "base")
 
 
 if __name__ == "__main__":

@@ -17,15 +17,21 @@ import pytest
 from core.config import compose
 from core.tracking.run_manifest import hardware
 from recipes.lab import base_model, hops, prepare, report
-from recipes.lab.base_model import BaseModelError, BaseRecipe, build
+from recipes.lab.base_model import BaseModelError
+from recipes.lab.hops import HopsRecipe
 from recipes.lab.tokenizer import build_tokenizer
-from tests.verified import record_verified
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = BaseRecipe(
-    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
-    warmup_steps=1, chain_loss_bound=99.0, test_questions=12,
+SMALL = HopsRecipe(
+    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, task_steps=2, mixture_steps=2, hold_steps=1,
+    warmup_steps=1, loss_bound=99.0, test_questions=12,
 )  # fmt: skip
+
+
+WEIGHTS = {
+    "hops": "9092f4e3083ace084fbbff87e76f6e7a8b134c579d79c819032dbbb93e9d1b39",
+}
+EPISODES = {"hops": "cc26e717a264eca6"}  # hashes of all episodes of the warm start
 
 
 def solve(prompt: str) -> str:
@@ -78,100 +84,113 @@ def test_labels_are_the_answer_and_the_end_of_the_sequence():
         hops.Hops("vphumdjc", tuple(range(8)), 5),
         hops.Hops("cabdefgh", tuple(range(8)), 2),
     ]
-    ids, labels = base_model.encode(
-        [(questions[0].prompt, questions[0].chain), (questions[1].prompt, "#b")], tokenizer
-    )
-    assert ids.shape == labels.shape == (2, hops.PROMPT_CHARS + base_model.RESPONSE_CHARS)
-    for row, question, answer in zip(range(2), questions, ("vphumd#d", "#b"), strict=True):
-        trained = labels[row] != base_model.IGNORED
-        assert tokenizer.decode(labels[row][trained]) == answer + "<eos>"
-        assert (labels[row][trained] == ids[row][trained]).all()
+    answers = [questions[0].chain, "#b"]
+    encoded = [
+        base_model.encode(question.prompt, [(answer + tokenizer.eos_token, True)], tokenizer)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    ids_BT, labels_BT = base_model.padded(encoded, tokenizer.pad_token_id)
+    for ids, labels, question, answer in zip(ids_BT, labels_BT, questions, answers, strict=True):
+        trained = labels != base_model.IGNORED
+        assert tokenizer.decode(labels[trained]) == answer + "<eos>"
+        assert (labels[trained] == ids[trained]).all()
         assert not trained[: hops.PROMPT_CHARS].any() and trained[hops.PROMPT_CHARS]
-        assert tokenizer.decode(ids[row], skip_special_tokens=True) == question.prompt + answer
-    # The longest answer fits exactly
-    assert len(questions[0].chain) + 1 == base_model.RESPONSE_CHARS
+        assert tokenizer.decode(ids, skip_special_tokens=True) == question.prompt + answer
 
 
 def test_the_warm_start_never_sees_a_held_out_cycle(monkeypatch):
     """With few letters, so that questions drawn without the exclusion would certainly meet held-out
     cycles."""
     monkeypatch.setattr(hops, "LETTERS", "abcdefgh")
-    recipe = dataclasses.replace(SMALL, chain_steps=100, mixture_steps=100, test_questions=2000)
-    held, seen = (
-        {frozenset(q.prompt.split(" =")[0].split()) for q in hops.held_out(2000, recipe.data_seed)},
-        [],
-    )
-    encode = base_model.encode
-    monkeypatch.setattr(
-        base_model,
-        "encode",
-        lambda pairs, tokenizer: seen.extend(pairs) or encode(pairs, tokenizer),
-    )
-    base_model.train(recipe, build_tokenizer(), lambda step, loss: None)
-    assert len(seen) == recipe.steps * recipe.batch_size
-    assert not held & {frozenset(prompt.split(" =")[0].split()) for prompt, _ in seen}
+    recipe = dataclasses.replace(SMALL, task_steps=100, mixture_steps=100, test_questions=2000)
+    tests = hops.held_out(2000, recipe.data_seed)
+    held_out = {frozenset(question.prompt.split(" =")[0].split()) for question in tests}
+    task, mixture = recipe.episodes(build_tokenizer())
+    assert len(task) == len(mixture) == 100 * recipe.batch_size
+    seen = {frozenset(prompt.split(" =")[0].split()) for prompt, _ in task + mixture}
+    assert not held_out & seen
+
+
+def test_each_episode_of_hops_is_trained_on_once_and_chains_come_first():
+    tokenizer = build_tokenizer()
+    task, mixture = SMALL.episodes(tokenizer)
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=True)
+        for ids_BT, _ in SMALL.batches(tokenizer)
+        for ids in ids_BT
+    ]
+    expected = [prompt + stretches[0][0] for prompt, stretches in task + mixture]
+    assert texts == [text.removesuffix(tokenizer.eos_token) for text in expected]
 
 
 def test_a_base_model_without_chains_is_refused(tmp_path):
     with pytest.raises(
-        BaseModelError, match="did not learn chains: loss 3.* after 2 steps, expected at most 0.15"
+        BaseModelError, match="did not learn hops: loss 3.* after 2 steps, expected at most 0.15"
     ):
-        build(tmp_path, dataclasses.replace(SMALL, chain_loss_bound=0.15))
+        dataclasses.replace(SMALL, loss_bound=0.15).build(tmp_path)
     assert not (tmp_path / "current").exists()
 
 
-# --- its cache ---
+# --- its identity and its cache ---
 
 
 def folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink())
 
 
-def test_the_base_model_is_built_once_and_again_when_its_recipe_changes(tmp_path, monkeypatch):
-    built, train = [], base_model.train
+def test_the_base_model_is_built_once_and_again_when_its_settings_change(tmp_path, monkeypatch):
+    trained = []
+    train = HopsRecipe.train
     monkeypatch.setattr(
-        base_model, "train", lambda recipe, *rest: built.append(recipe) or train(recipe, *rest)
+        HopsRecipe, "train", lambda recipe, *rest: trained.append(recipe) or train(recipe, *rest)
     )
-    first = build(tmp_path, SMALL)
-    assert build(tmp_path, SMALL) == first and built == [SMALL]
+    first = SMALL.build(tmp_path)
+    assert SMALL.build(tmp_path) == first and trained == [SMALL]
     other = dataclasses.replace(SMALL, learning_rate=1e-3)
-    second = build(tmp_path, other)
-    assert (
-        second != first and built == [SMALL, other] and (tmp_path / "current").resolve() == second
-    )
-    assert (
-        build(tmp_path, SMALL) == first
-        and len(built) == 2
-        and (tmp_path / "current").resolve() == first
-    )
+    second = other.build(tmp_path)
+    assert second != first and trained == [SMALL, other]
+    assert (tmp_path / "current").resolve() == second
+    assert SMALL.build(tmp_path) == first and len(trained) == 2
+    assert (tmp_path / "current").resolve() == first
     assert folders(tmp_path) == sorted([first.name, second.name])
 
 
-def test_the_lab_starts_from_the_committed_weights(tmp_path, monkeypatch):
-    folder = build(tmp_path / "base")
+COMMITTED = {"hops": hops.RECIPE}
+
+
+@pytest.mark.parametrize("task", COMMITTED)
+def test_the_lab_starts_from_the_committed_weights(task, tmp_path, monkeypatch):
+    recipe = COMMITTED[task]
+    folder = recipe.build(tmp_path / "base")
     record = json.loads((folder / "warm_start.json").read_text())
-    assert record["recipe"] == dataclasses.asdict(BaseRecipe()), (
-        "python -m recipes.lab.base_model makes them anew"
-    )
-    monkeypatch.setattr(
-        base_model, "COMMITTED", shutil.copytree(base_model.COMMITTED, tmp_path / "damaged")
-    )
-    with open(tmp_path / "damaged/model.safetensors", "r+b") as file:
+    assert record["weights_sha256"] == WEIGHTS[task]
+    assert (folder / "model.safetensors").stat().st_size < 5e6
+    shutil.copytree(base_model.COMMITTED / f"{task}_base", tmp_path / f"damaged/{task}_base")
+    monkeypatch.setattr(base_model, "COMMITTED", tmp_path / "damaged")
+    with open(tmp_path / f"damaged/{task}_base/model.safetensors", "r+b") as file:
         file.truncate(100)  # a clone that was cut off
     with pytest.raises(BaseModelError, match="SHA-256"):
-        build(tmp_path / "again")
+        recipe.build(tmp_path / "again")
+
+
+@pytest.mark.parametrize("task", COMMITTED)
+def test_the_committed_weights_belong_to_the_episodes_that_are_drawn_today(task):
+    """A model's name is a hash of its settings alone: who changes the episodes trains it anew."""
+    recipe = COMMITTED[task]
+    episodes = recipe.episodes(recipe.new_tokenizer())
+    assert hashlib.sha256(json.dumps(episodes).encode()).hexdigest()[:16] == EPISODES[task]
 
 
 @pytest.mark.slow
-def test_the_committed_weights_are_what_their_command_makes(tmp_path):
-    base_model.learn(BaseRecipe(), tmp_path / "remade")
+@pytest.mark.parametrize("task", COMMITTED)
+def test_the_committed_weights_are_what_their_command_makes(task, tmp_path):
+    COMMITTED[task].learn(tmp_path / "remade")
     remade, committed = (
         json.loads((folder / "warm_start.json").read_text())
-        for folder in (tmp_path / "remade", base_model.COMMITTED)
+        for folder in (tmp_path / "remade", base_model.COMMITTED / f"{task}_base")
     )
-    assert (
-        remade["recipe"] == committed["recipe"] and remade["parameters"] == committed["parameters"]
-    )
+    assert remade["recipe"] == committed["recipe"]
+    assert remade["parameters"] == committed["parameters"]
     # Another CPU rounds otherwise
     assert remade["losses"][:20] == pytest.approx(committed["losses"][:20], abs=1e-3)
     assert remade["losses"][-20:] == pytest.approx(committed["losses"][-20:], abs=0.2)
@@ -185,15 +204,15 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(base_model.BaseRecipe, "learning_rate_at", die)
+        patch.setattr(HopsRecipe, "learning_rate_at", die)
         with pytest.raises(Killed):
-            build(tmp_path, SMALL)
+            SMALL.build(tmp_path)
         patch.undo()
         patch.setattr(os, "rename", die)  # after the model was written, before it has its name
         with pytest.raises(Killed):
-            build(tmp_path, SMALL)
+            SMALL.build(tmp_path)
     assert not (tmp_path / SMALL.digest).exists() and not (tmp_path / "current").exists()
-    folder = build(tmp_path, SMALL)
+    folder = SMALL.build(tmp_path)
     assert folders(tmp_path) == [SMALL.digest] and (folder / "model.safetensors").exists()
 
 
@@ -289,8 +308,3 @@ def test_a_published_lab_run_repeats(recipe, tmp_path_factory):
     check_repeats(
         folder / "outputs" / recipe / "lab-seed1", ROOT / "results" / recipe / "lab-seed1"
     )
-    recorded = json.loads((ROOT / "results" / recipe / "lab-seed1" / "summary.json").read_text())[
-        "commit"
-    ]
-    by = "tests/recipes/test_lab.py::test_a_published_lab_run_repeats"
-    record_verified(f"{recipe}/lab", "lab-seed1", by, recorded)

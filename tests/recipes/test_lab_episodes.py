@@ -16,8 +16,9 @@ from core.rollout.tools import BaseTool, load_listed
 from core.tracking.run_manifest import ROOT
 from core.types import Prompt
 from recipes.lab import guesses, sums
+from recipes.lab.base_model import IGNORED
+from recipes.lab.base_model import encode as encode_episode
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, as_row
 from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.scripted_engine import ScriptedEngine
@@ -65,7 +66,9 @@ def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words
         assert words.decode(encode(words, block)) == block and len(encode(words, block)) <= 40
     assert words.decode(encode(words, question.prompt)) == question.prompt
     assert len(encode(words, INVALID)) == 1
-    ids, labels = as_row(question.prompt, knowledge.searching(question, base, blocks), words)
+    ids, labels = encode_episode(
+        question.prompt, knowledge.searching(question, base, blocks), words
+    )
     written = words.decode([label for label in labels if label != IGNORED])
     queries = knowledge.queries(question, base)
     assert written == "".join(f"<search> {q}</search>" for q in queries) + (
@@ -90,7 +93,7 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
         and not by_policy
     )
     assert answer == f"#### {one.value}{words.eos_token}"
-    ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
+    ids, _ = encode_episode(one.prompt, sums.calling(one, words.eos_token), words)
     assert words.decode(ids) == one.prompt + call + said + answer
 
 
@@ -131,7 +134,7 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
             )
             asyncio.run(loop.run(episode))
             trajectory = episode.trajectory()
-            warm, labels = as_row(
+            warm, labels = encode_episode(
                 one.prompt, guesses.episode(one, iter(way), words.eos_token), words
             )
             assert [*ids, *trajectory.response_ids.tolist()] == warm

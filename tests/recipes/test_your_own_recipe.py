@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from recipes.lab import prepare
-from recipes.lab.base_model import BaseRecipe, build
+from recipes.lab.hops import RECIPE, HopsRecipe
 from results import report
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = BaseRecipe(
-    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
-    warmup_steps=1, chain_loss_bound=99.0, test_questions=12,
+MODEL = HopsRecipe(
+    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, task_steps=2, mixture_steps=2, hold_steps=1,
+    warmup_steps=1, loss_bound=99.0, test_questions=12,
 )  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def test_a_dry_run_checks_the_recipe_inside_and_outside_of_the_repository(projec
 @pytest.mark.processes
 def test_loss_hook_and_scorer_act_in_a_run_that_is_reported(project, capsys):
     lab = project / prepare.FOLDER
-    made = build(lab / "base", MODEL)  # not warmed up, under the real one's name
-    made.rename(lab / "base" / BaseRecipe().digest)
+    made = MODEL.build(lab / "base")  # not warmed up, under the real one's name
+    made.rename(lab / "base" / RECIPE.digest)
     few = [
         *(
             "trainer.backend=local",

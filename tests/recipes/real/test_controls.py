@@ -10,7 +10,7 @@ import pytest
 from core.errors import InputError
 from recipes.real import arithmetic, report
 from recipes.real.controls import CONTROLS, control_of, random_rows, shuffled_rows
-from recipes.real.report import Stage
+from recipes.real.report import AnsweredModel
 from results.reporting.run_scripts import read_script
 from reward_scores import scorer_for
 
@@ -88,4 +88,4 @@ def test_scores_that_are_called_guarded_and_were_made_by_another_reward_are_refu
         match=r"naive\.scores-guarded\.jsonl: is called guarded .*method=naive; score "
         r".*again",
     ):
-        Stage.load(tmp_path / "naive.jsonl")
+        AnsweredModel.load(tmp_path / "naive.jsonl")
