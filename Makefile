@@ -4,8 +4,7 @@
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes
 # make bench       measures speed and memory               make report      writes the tables of results/ again
-# make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
-# make record      runs what is published of the labs again: an hour or two
+# make record      makes what is missing of the published lab runs: an hour or two for all of them
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and caches         make clean-runs removes the runs and data in outputs/
 #
@@ -20,7 +19,7 @@ STAMP := $(VENV)/.installed
 export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
-.PHONY: setup lab real check test test-processes test-slow verified record test-gpu bench lint format
+.PHONY: setup lab real check test test-processes test-slow record test-gpu bench lint format
 .PHONY: report constraints clean clean-runs
 
 setup: $(STAMP)
@@ -52,10 +51,6 @@ test-slow: setup
 
 test-processes: setup
 	$(BIN)/python -m pytest -m "processes and not slow" -n 2
-
-verified: setup
-	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats
-	$(BIN)/python -m results.report --index
 
 record: setup
 	bash results/record.sh

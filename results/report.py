@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError, printable
-from core.files import written_here
-from results.reporting import readme_tables
+from core.files import write_atomic, written_here
+from results.reporting import readme_tables, real_pages
 from results.reporting.comparison_report import verdicts, with_baseline
 from results.reporting.run_reader import RecordedRun, load_run, run_copy, told_apart
 from results.reporting.run_report import headline, write_report
@@ -74,12 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.runs:
             print(_report(args, bad), end="")
-        status = readme_tables.update(args.results, check=args.check) if args.index else 0
+        status = update(args.results, check=args.check) if args.index else 0
     except InputError as error:
         bad.append(str(error))
     for problem in bad:
         print(printable(f"error: {problem}"), file=sys.stderr)
     return 2 if bad else status
+
+
+def update(results: Path, check: bool = False) -> int:
+    """Write the generated pages; with ``check`` only return 1 where one is out of date."""
+    wanted = {**readme_tables.pages(results), **real_pages.pages(results)}
+    stale = [
+        path
+        for path, text in wanted.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path in stale:
+        if check:
+            print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)
+        else:
+            write_atomic(path, wanted[path])
+            print(f"wrote {path}")
+    return int(check and bool(stale))
 
 
 def _report(args: argparse.Namespace, bad: list[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from results.reporting import readme_tables
+from results import report
 from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise
 
@@ -27,7 +27,7 @@ def rounded(value):
 
 
 def test_the_tables_of_results_are_what_the_committed_runs_give():
-    assert readme_tables.update(RESULTS, check=True) == 0
+    assert report.update(RESULTS, check=True) == 0
     for path in sorted(RESULTS.glob("*/*/summary.json")):
         assert rounded(json.loads(path.read_text())) == rounded(summarise(load_run(path.parent))), (
             path

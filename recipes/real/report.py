@@ -1,15 +1,13 @@
-"""Compare the answers of several stages to the same held-out prompts: scores, signs of
-degeneration, samples.
+"""Compare the answers of several models to the same held-out prompts: scores, likelihoods, samples.
 
-    python -m recipes.real.report outputs/real/answers/{released,sft,grpo}.jsonl --frozen
-    outputs/real/model --run RUN
+    python -m recipes.real.report outputs/real/answers/{released,sft,grpo}.jsonl
+        --frozen outputs/real/model --run RUN
 
 Each file of answers needs its scores beside it (``python -m core.evaluate score ANSWERS --name
-guarded``; other tasks call them strict). Files named ``NAME-seed1.jsonl``, ``NAME-seed2.jsonl``
-share a line, with an interval over seeds. A score alone does not tell a text from a trick, so that
-the table also has the lenient reading of scorers that have one, the share of different words, of
+guarded``; other tasks call them strict). A score alone does not tell a text from a trick: the table
+also has the lenient reading of scorers that have one, the share of different words, the share of
 unfinished answers, and how likely the answers are under the frozen model that training started
-from. A control (``recipes/real/controls.py``) is named as one where its answers were generated with
+from. A control (``recipes/real/controls.py``) is named as one if its answers were generated with
 ``--run``.
 """
 
@@ -19,38 +17,37 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.answers import read_manifest, trajectory_of
 from core.errors import InputError
-from core.tracking.validation import Estimate, question_interval
+from core.tracking.validation import question_interval
 from recipes.real.controls import control_of
 from results.reporting.accuracies import lenient, summary
-from results.reporting.comparison import seed_interval
 from results.reporting.numbers import percent
+from results.reporting.pages import Table, markdown_table
+from results.reporting.real_pages import TITLES
 
-TITLES = {
-    "real/instructions": "Checkable instructions",
-    "real/passages": "Short answers from a given passage",
-    "real/arithmetic": "Arithmetic in words",
-    "real/search": "Questions over passages of Wikipedia, with searches",
-}
-SAMPLES = 8
+SAMPLES, SAMPLES_IN_FILE = 8, 40
 BATCH = 16  # answers in one forward pass of the frozen model
+HEADINGS = {  # of the parts of a score; the heading of acc is the label of the scores
+    "lenient": "lenient",
+    "naive": "naive",
+    "distinct": "different words",
+    "truncated": "unfinished",
+}
 
 
 @dataclass(frozen=True)
-class Stage:
+class AnsweredModel:
     """The answers of one model, in the order of the prompts, with the parts of their scores.
 
-    ``parts`` has ``acc`` and ``truncated``, ``lenient`` where the scorer has such a reading, and
-    what else the scorer gives of ``naive`` and ``distinct``. ``control`` is what the model is where
-    it is a control.
+    ``parts`` has ``acc`` and ``truncated``, ``lenient`` if the scorer has such a reading, and what
+    the scorer gives of ``naive`` and ``distinct``. ``control`` says which control the model is.
     """
 
     name: str
@@ -59,9 +56,8 @@ class Stage:
     control: str | None = None
 
     @classmethod
-    def load(cls, path: Path, label: str = "guarded") -> Stage:
-        """Read answers and their scores. Raises InputError where one is missing or they do not
-        belong together."""
+    def load(cls, path: Path, label: str = "guarded") -> AnsweredModel:
+        """Read answers and their scores. Raises InputError if they do not belong together."""
         scores = path.with_suffix(f".scores-{label}.jsonl")
         try:
             answers, rows = _lines(path), _lines(scores)
@@ -74,54 +70,40 @@ class Stage:
             raise InputError(
                 [f"{scores}: holds other questions than {path}; score the answers again"]
             )
-        given = read_manifest(scores, "scores")["rewards"]["reward_model.reward_kwargs"].get(
-            "instructions", {}
-        )
-        if label == "guarded" and given.get("method", label) != label:
-            fix = (
-                "score the answers again with "
-                "reward_model.reward_kwargs.instructions.method=guarded"
-            )
+        rewards = read_manifest(scores, "scores")["rewards"]
+        options = rewards["reward_model.reward_kwargs"].get("instructions", {})
+        if label == "guarded" and options.get("method", label) != label:
+            fix = "reward_model.reward_kwargs.instructions.method=guarded"
             raise InputError(
-                [f"{scores}: is called guarded and was scored by method={given['method']}; {fix}"]
+                [
+                    f"{scores}: is called guarded and was scored by method={options['method']}; "
+                    f"score the answers again with {fix}"
+                ]
             )
         names = [name for name in ("acc", "naive", "distinct", "truncated") if name in rows[0]]
         parts = {name: tuple(row[name][0] for row in rows) for name in names}
-        if (other := lenient(summary(scores))) is not None:
-            parts["lenient"] = tuple(record.values["acc"][0] for record in other.records)
+        lenient_summary = lenient(summary(scores))
+        if lenient_summary is not None:
+            records = lenient_summary.records
+            parts["lenient"] = tuple(record.values["acc"][0] for record in records)
         train_files = read_manifest(path, "answers")["config"]["data.train_files"]
         return cls(path.stem, tuple(answers), parts, control_of(train_files))
 
-    def mean(self, part: str) -> float:
-        return math.fsum(self.parts[part]) / len(self.answers)
-
-
-def estimate(seeds: Sequence[Stage], part: str) -> Estimate:
-    """Return a share with its interval: over seeds where there are several, else over prompts."""
-    if len(seeds) > 1:
-        return seed_interval([stage.mean(part) for stage in seeds])
-    return question_interval(seeds[0].parts[part])
-
-
-def mean(seeds: Sequence[Stage], part: str) -> float:
-    return math.fsum(stage.mean(part) for stage in seeds) / len(seeds)
-
-
-def by_seeds(stages: Sequence[Stage]) -> dict[str, list[Stage]]:
-    """Return the stages by name, those that differ in their seed together."""
-    groups: dict[str, list[Stage]] = {}
-    for stage in stages:
-        groups.setdefault(re.sub(r"-seed\d+$", "", stage.name), []).append(stage)
-    return {name if len(group) > 1 else group[0].name: group for name, group in groups.items()}
+    def cell(self, part: str) -> str:
+        """Return a part's mean over the prompts, with its interval if it is an accuracy."""
+        values = self.parts[part]
+        mean = math.fsum(values) / len(values)
+        if part == "distinct":
+            return f"{mean:.2f}"
+        return f"{mean:.0%}" if part == "truncated" else percent(question_interval(values))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[float]:
-    """Yield of each answer the mean of log p(token | prompt, tokens before) under the model, in
-    nats a token.
+def log_likelihoods(path: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[float]:
+    """Yield the mean log p(token | prompt, tokens before) of each answer, in nats a token.
 
     The mean is over the tokens that the policy wrote: what a search returned does not count.
     """
@@ -130,98 +112,63 @@ def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterato
 
     from core.learner.models import read_tokenizer
 
-    tokenizer = read_tokenizer(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = read_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for start in range(0, len(answers), BATCH):
         batch = answers[start : start + BATCH]
-        prompts = [
-            tokenizer(answer["prompt"], add_special_tokens=False)["input_ids"] for answer in batch
-        ]
+        prompts = [tokenizer.encode(answer["prompt"], add_special_tokens=False) for answer in batch]
         sequences = [
-            torch.tensor(p + a["response_ids"]) for p, a in zip(prompts, batch, strict=True)
+            torch.tensor(prompt + answer["response_ids"])
+            for prompt, answer in zip(prompts, batch, strict=True)
         ]
         ids_BT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        lengths_B = torch.tensor([len(sequence) for sequence in sequences])
+        mask_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()
         with torch.inference_mode():
-            logits_BTV = policy(
-                input_ids=ids_BT, attention_mask=_mask(sequences, ids_BT.shape[1])
-            ).logits
-        for row, (prompt, sequence, answer) in enumerate(
+            logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits
+        for at, (prompt, sequence, answer) in enumerate(
             zip(prompts, sequences, batch, strict=True)
         ):
-            positions = slice(len(prompt) - 1, len(sequence) - 1)
-            log_probs = (
-                logits_BTV[row, positions]
-                .log_softmax(-1)
-                .gather(-1, sequence[len(prompt) :, None])[:, 0]
-            )
-            yield float(log_probs[torch.tensor(trajectory_of(answer).response_mask)].mean())
+            log_probs_TV = logits_BTV[at, len(prompt) - 1 : len(sequence) - 1].log_softmax(-1)
+            log_probs_T = log_probs_TV.gather(-1, sequence[len(prompt) :, None])[:, 0]
+            written_T = torch.tensor(trajectory_of(answer).response_mask)
+            yield float(log_probs_T[written_T].mean())
 
 
-def _mask(sequences: Sequence[Any], width: int) -> Any:
-    import torch
-
-    return torch.stack([torch.arange(width) < len(sequence) for sequence in sequences]).long()
-
-
-Cell = Callable[[Sequence[Stage], str], str]
-COLUMNS: tuple[tuple[str, str, Cell], ...] = (  # part of a score, heading, how it is written
-    # The heading is the label of the scores
-    ("acc", "", lambda seeds, part: percent(estimate(seeds, part))),
-    ("lenient", "lenient", lambda seeds, part: percent(estimate(seeds, part))),
-    ("naive", "naive", lambda seeds, part: percent(estimate(seeds, part))),
-    ("distinct", "different words", lambda seeds, part: f"{mean(seeds, part):.2f}"),
-    ("truncated", "unfinished", lambda seeds, part: f"{mean(seeds, part):.0%}"),
-)
-
-
-def table(stages: Sequence[Stage], likelihoods: Mapping[str, float], label: str = "guarded") -> str:
-    """Return the stages as a table in Markdown, a line each or for all seeds, and below it which
-    are controls.
-
-    It has a column of ``likelihoods`` where there are any.
-    """
-    columns = [
-        (part, heading or label, write)
-        for part, heading, write in COLUMNS
-        if part in stages[0].parts
-    ]
-    headings = ["model", "seeds", *(heading for _, heading, _ in columns)]
-    headings += ["log-likelihood under the frozen model"] if likelihoods else []
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
-    groups = by_seeds(stages)
-    for name, seeds in groups.items():
-        cells = [name, str(len(seeds)), *(write(seeds, part) for part, _, write in columns)]
+def table(models: Sequence[AnsweredModel], likelihoods: Mapping[str, float], label: str) -> str:
+    """Return a line for each model, and below the table which of them are controls."""
+    parts = [part for part in ("acc", *HEADINGS) if part in models[0].parts]
+    header = ["model", *(HEADINGS.get(part, label) for part in parts)]
+    header += ["log-likelihood under the frozen model"] if likelihoods else []
+    rows = []
+    for model in models:
+        cells = [model.name, *(model.cell(part) for part in parts)]
         if likelihoods:
-            likelihood = math.fsum(likelihoods[stage.name] for stage in seeds) / len(seeds)
-            cells.append(f"{likelihood:.2f} nats a token")
-        lines.append(f"| {' | '.join(cells)} |")
-    controls = [
-        f"{name} is {seeds[0].control}." for name, seeds in groups.items() if seeds[0].control
-    ]
-    return "\n".join([*lines, *(["", *controls] if controls else [])])
+            cells.append(f"{likelihoods[model.name]:.2f} nats a token")
+        rows.append(cells)
+    controls = [f"{model.name} is {model.control}." for model in models if model.control]
+    return "\n".join([markdown_table(Table(header, rows)), *(["", *controls] if controls else [])])
 
 
-def samples(stages: Sequence[Stage], number: int) -> str:
-    """Return answers of every stage to the same prompts, evenly spaced over the file; + marks a
-    right one.
+def samples(models: Sequence[AnsweredModel], number: int) -> str:
+    """Return every model's answers to evenly spaced prompts; + marks a right one.
 
-    Of a long text that all prompts begin with only dots are left.
+    If all prompts begin with the same long text, dots stand for it.
     """
-    total = len(stages[0].answers)
-    stages, blocks = [seeds[0] for seeds in by_seeds(stages).values()], []
+    total = len(models[0].answers)
     questions = [
-        one["prompt"].split("user\n")[-1].split("<|im_end|>")[0].strip()
-        for one in stages[0].answers
+        answer["prompt"].split("user\n")[-1].split("<|im_end|>")[0].strip()
+        for answer in models[0].answers
     ]
     shared = os.path.commonprefix(questions)
     left_out = shared.rfind(" ") if len(questions) > 1 and len(shared) > 200 else 0
+    blocks = []
     for at in range(0, total, max(1, total // number))[:number]:
-        question = f"…{questions[at][left_out:]}" if left_out else questions[at]
-        answers = [
-            f"{'+' if s.parts['acc'][at] else '-'} {s.name}: {s.answers[at]['response']!r}"
-            for s in stages
-        ]
-        blocks.append("\n".join([question, *(f"  {answer}" for answer in answers)]))
+        lines = [f"…{questions[at][left_out:]}" if left_out else questions[at]]
+        for model in models:
+            mark = "+" if model.parts["acc"][at] else "-"
+            lines.append(f"  {mark} {model.name}: {model.answers[at]['response']!r}")
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -230,53 +177,34 @@ def main() -> int:
         prog="python -m recipes.real.report", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "answers",
-        type=Path,
-        nargs="+",
-        metavar="ANSWERS.jsonl",
-        help="a file of each stage, in order",
+        "answers", type=Path, nargs="+", metavar="ANSWERS.jsonl", help="A file of each model."
     )
+    parser.add_argument("--frozen", help="The model that training found: adds the likelihood.")
     parser.add_argument(
-        "--frozen", help="the model that training found, a folder or a hub id: adds the likelihood"
+        "--scores", default="guarded", help="The label of the scores (default: %(default)s)."
     )
-    parser.add_argument(
-        "--scores", default="guarded", help="the label of the scores (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--run", type=Path, help="the run folder; its curves are written to report.html there"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the file to write (default: report.md beside the answers)"
-    )
+    parser.add_argument("--run", type=Path, help="The run folder: its curves go to report.html.")
     args = parser.parse_args()
     try:
-        stages = [Stage.load(path, args.scores) for path in args.answers]
-        if len({tuple(answer["uid"] for answer in stage.answers) for stage in stages}) > 1:
-            raise InputError(
-                [
-                    f"{args.answers[-1]}: answers other prompts than {args.answers[0]}; "
-                    f"compare equal ones"
-                ]
-            )
+        models = [AnsweredModel.load(path, args.scores) for path in args.answers]
+        if len({tuple(answer["uid"] for answer in model.answers) for model in models}) > 1:
+            first, last = args.answers[0], args.answers[-1]
+            raise InputError([f"{last}: answers other prompts than {first}; compare equal ones"])
         likelihoods = {}
-        for stage in stages if args.frozen else ():
-            values = list(log_likelihoods(args.frozen, stage.answers))
-            likelihoods[stage.name] = math.fsum(values) / len(values)
+        for model in models if args.frozen else ():
+            values = list(log_likelihoods(args.frozen, model.answers))
+            likelihoods[model.name] = math.fsum(values) / len(values)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = table(stages, likelihoods, args.scores)
-    heading = (
-        f"{len(stages[0].answers)} held-out prompts, greedy answers, 95 % intervals (of "
-        f"prompts, or of seeds)"
-    )
-    out = args.out or args.answers[0].parent / "report.md"
-    text = f"# {TITLES[stages[0].answers[0]['data_source']]}\n\n{heading}.\n\n{rows}\n\n```\n{samples(stages, 40)}\n```\n"
-    out.write_text(text, encoding="utf-8")
-    print(
-        f"{samples(stages, SAMPLES)}\n\n{heading}:\n{rows}\n\nforty prompts with their answers: "
-        f"{out}"
-    )
+    title = TITLES[models[0].answers[0]["data_source"]]
+    count = len(models[0].answers)
+    heading = f"{count} held-out prompts, greedy answers, 95 % intervals over prompts"
+    rows = table(models, likelihoods, args.scores)
+    page = args.answers[0].parent / "report.md"
+    fenced = f"```\n{samples(models, SAMPLES_IN_FILE)}\n```"
+    page.write_text(f"# {title}\n\n{heading}.\n\n{rows}\n\n{fenced}\n", encoding="utf-8")
+    print(f"{samples(models, SAMPLES)}\n\n{heading}:\n{rows}\n\nprompts with their answers: {page}")
     if args.run:
         from results.reporting.run_reader import load_run
         from results.reporting.run_report import write_report

@@ -42,7 +42,8 @@ from core.tracking.validation import (
     variable_estimates,
 )
 from results.reporting.comparison import accuracy_by_question, paired_comparison
-from results.reporting.numbers import change
+from results.reporting.numbers import change, shown
+from results.reporting.pages import Table, markdown_table
 
 MACRO = "macro average"
 LENIENT = "robust"  # the method of a scorer that has a lenient reading
@@ -202,8 +203,7 @@ def table(summaries: Sequence[Summary]) -> str:
             cells = [_cell(one.sources[source].get(metric), one.of(source)) for source in sources]
             cells += [_cell(one.macro.get(metric), one.records)] * several
             rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(Table(header, rows))
 
 
 # --- the lenient reading ---
@@ -254,19 +254,13 @@ def _lenient_settings(strict: Summary) -> list[str]:
 
 
 def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:
+    """Return an estimate with its questions, and with the share that the scorer failed on."""
     if estimate is None:
         return "none"
-    shares, failed = (
-        are_shares(value for record in records for value in record.values["acc"]),
-        failed_share(records),
-    )
-
-    def shown(value: float) -> str:
-        return f"{100 * value:.1f}" if shares else f"score {value:.3f}"
-
-    bounds = "" if estimate.low is None else f" [{shown(estimate.low)}, {shown(estimate.high)}]"
+    is_score = not are_shares(value for record in records for value in record.values["acc"])
+    failed = failed_share(records)
     counted = f"n={estimate.n}" + (f", the scorer failed on {failed:.1%}" if failed else "")
-    return f"{shown(estimate.value)}{bounds} ({counted})"
+    return f"{'score ' if is_score else ''}{shown(estimate, is_score)} ({counted})"
 
 
 def _plain(estimates: Mapping[str, Estimate]) -> dict[str, Any]:

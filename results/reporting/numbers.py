@@ -1,10 +1,8 @@
-"""Numbers as text: accuracies in hundredths with their intervals, and how far a number of the
-tables is supported."""
+"""Numbers as text: accuracies in hundredths with their intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, SeedEstimate
@@ -41,25 +39,3 @@ def shown(estimate: Estimate, is_score: bool, sign: str = "") -> str:
 
 def change(paired: Paired, is_score: bool = False) -> str:
     return f"{shown(paired.difference, is_score, '+')}, {paired.better} up, {paired.worse} down"
-
-
-def evidence(
-    name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = ()
-) -> str:
-    """Return how far an experiment's number is supported: ``verified`` names what repeated it, else
-    it is measured.
-
-    What repeated an earlier recording of the run does not count.
-    """
-    recorded = {run["commit"] for run in runs}
-    repeated = next(
-        (one for one in verified if one["experiment"] == name and one["recorded"] in recorded), None
-    )
-    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
-    seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}, {commits}"
-    if repeated is None:
-        return f"measured ({seeds})"
-    return (
-        f"verified by {repeated['by']}, {repeated['run']} on {repeated['date']} at "
-        f"{repeated['commit']} ({seeds})"
-    )

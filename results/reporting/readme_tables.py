@@ -7,28 +7,22 @@ compares.
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from core.config import Config
-from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
+from results.reporting.commands import repeat
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.curves import learning_curve
-from results.reporting.numbers import change, evidence, shown
+from results.reporting.numbers import change, shown
 from results.reporting.pages import Table, markdown_table, sparkline
-from results.reporting.run_reader import NOT_RECORDED, load_run
+from results.reporting.run_reader import NOT_RECORDED, load_run, settings_of
 from results.reporting.summaries import Summary, group_name, grouped_summaries, read_summaries
+from results.tables import page
 
-VERIFIED = "verified.yaml"  # of results/; the tests that repeat published runs write it
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
 CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 FACTS = (
@@ -42,8 +36,20 @@ FACTS = (
     "before",
     "after",
     "steps",
+    "decoding",
+    "model",
 )
-SETTING = ("decoding", "model", "command")
+STATEMENTS = """A statement *holds* if the 95 % interval of the difference here is on the side \
+that the paper reports, *fails* if it is on the other side, and is *not seen* if it holds 0. The \
+page of each table has its runs, controls and command."""
+HOW_TO_READ = """Percent at the last validation of a run, never at the best one. Square brackets \
+hold 95 % intervals: over seeds (Student, after ± the standard deviation) where there are several, \
+else over questions (Wilson). Minutes are those of a run's steps. The command composes the \
+settings of the first seed; the run's folder holds them, with machine, packages and commit."""
+LINKS = """More: [the real model](real/instructions.md), [speed](benchmarks/), \
+[GPU](gpu/README.md), [scorers](rewards/scorers.md), [conformance](conformance.md), \
+[the notebook of what was tried](LOG.md). `python -m results.report results/<recipe>/<run> ...` \
+writes curves and samples of runs, or compares them."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +137,11 @@ def _change(paired: Mapping[str, Any] | None, is_score: bool) -> str:
 
 
 def experiment_table(summaries: Sequence[Summary]) -> Table:
-    rows = [[*_facts(each), *_setting(each)] for each in experiments(summaries)]
-    return Table([*FACTS, *SETTING], rows)
-
-
-def indexed_table(found: Sequence[Experiment], verified: Sequence[Mapping[str, str]]) -> Table:
-    """Return the table of experiments with the evidence of each."""
     rows = [
-        [*_facts(each), evidence(each.name, each.runs, verified), *_setting(each)] for each in found
+        [*_facts(each), each.runs[0]["decoding"], each.runs[0]["model"] or ""]
+        for each in experiments(summaries)
     ]
-    return Table([*FACTS, "evidence", *SETTING], rows)
+    return Table(FACTS, rows)
 
 
 def _facts(each: Experiment) -> list[str]:
@@ -150,50 +151,9 @@ def _facts(each: Experiment) -> list[str]:
     return [*cells, each.text("before"), each.text("after"), "–".join(map(str, steps))]
 
 
-def _setting(each: Experiment) -> list[str]:
-    first = each.runs[0]
-    return [first["decoding"], first["model"] or "", f"`{short_command(first['command'])}`"]
-
-
-def short_command(command: str) -> str:
-    """Return the command as one would type it: the preset's script if there is one.
-
-    It lacks the backend, and the seed where that is the default, which an experiment's first run
-    has.
-    """
-    _, _, line = command.partition(" -m ")
-    module, *words = line.split() or [command]
-    left_out = f"trainer.seed={Config().trainer.seed}"
-    words = [word for word in words if word != left_out and not word.startswith("trainer.backend=")]
-    preset = words[0].removeprefix("preset=") if words else ""
-    script = Path(*module.split(".")[:2], f"run_{preset}.sh")
-    if words[1:2] == ["--"] and (ROOT / script).exists():
-        return " ".join(["bash", str(script), *words[2:]])
-    kind = preset.removeprefix("lab_")
-    if kind in LAB_TASKS and "--" in words:  # their script gives what stands before --
-        given = words[words.index("--") + 1 :]
-        own = re.compile(rf"trainer\.experiment_name=lab-{kind}-seed\d+")
-        return " ".join(
-            [
-                "bash recipes/lab/run_lab.sh",
-                kind,
-                *(word for word in given if not own.fullmatch(word)),
-            ]
-        )
-    return " ".join([f"python -m {module}" if line else module, *words])
-
-
-def run_table(
-    summaries: Sequence[Summary],
-    linked: bool = False,
-    verified: Sequence[Mapping[str, str]] | None = None,
-) -> Table:
-    """Return a line for each accuracy of each run; its last column is the evidence where
-    ``verified`` is given.
-
-    A run without a validation has a line, too, which says so.
-    """
-    header = [
+def run_table(summaries: Sequence[Summary]) -> Table:
+    """Return a line for each accuracy of each run. A run without a validation has a line, too."""
+    header = (
         "run",
         "seed",
         "status",
@@ -203,95 +163,94 @@ def run_table(
         "after",
         "change by question",
         "curve",
-    ]
+        "seconds",
+        "hardware",
+        "commit",
+        "base weights (SHA-256)",
+    )
     rows = []
     for summary in summaries:
-        name = summary["name"]
+        base = (summary.get("base") or NOT_RECORDED)[:12]
+        made = [f"{summary['seconds']:.0f}", summary["hardware"], summary["commit"], base]
         for result in summary["results"] or [None]:
-            cells = [
-                f"[{name}]({name}/)" if linked else name,
-                str(summary["seed"]),
-                summary["status"],
-            ]
+            cells = [summary["name"], str(summary["seed"]), summary["status"]]
             if result is None:
                 cells += ["no validation", *[""] * 5]
             else:
                 is_score = result["data_source"] in summary.get("scored", ())
-                before, after = (_point(result, when, is_score) for when in ("before", "after"))
-                cells += [result["data_source"], result["metric"], before, after]
                 cells += [
+                    result["data_source"],
+                    result["metric"],
+                    _point(result, "before", is_score),
+                    _point(result, "after", is_score),
                     _change(result["change"], is_score),
                     sparkline([value for _, value in result["curve"]]),
                 ]
-            last = summary["commit"] if verified is None else evidence(name, [summary], verified)
-            base = (summary.get("base") or NOT_RECORDED)[:12]
-            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last, base])
-    last = "commit" if verified is None else "evidence"
-    return Table([*header, "seconds", "hardware", last, "base weights (SHA-256)"], rows)
+            rows.append([*cells, *made])
+    return Table(header, rows)
+
+
+# --- the READMEs ---
 
 
 def render(results: Path) -> str:
     """Return the text of ``results/README.md``."""
-    summaries = read_summaries(results)
-    found = experiments(summaries)
-    record = results / VERIFIED
-    verified = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else []
-    several, single = (
-        [one for one in found if (len(one.runs) > 1) is many] for many in (True, False)
-    )
+    found = by_hardest_source(read_summaries(results))
     parts = [
         "# Results",
-        "Generated by `python -m results.report --index` from the folders beside this file; not "
-        "edited by hand.",
-        "Accuracies are percentages, taken at the last validation of a run, never at the best "
-        "one. Square brackets "
-        "hold 95 % intervals: over seeds (Student, cut at 0 and 100), after the sample standard "
-        "deviation (±), where "
-        "there are several, over questions (Wilson, a question is one cluster) where there is one.",
-        "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run "
-        "came out inside its "
-        "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the "
-        "command that would "
-        "produce it.",
-        "## Experiments",
-        markdown_table(indexed_table(several, verified))
-        if several
-        else "None of several seeds was published yet.",
-        *(_section("## Experiments of one seed", indexed_table(single, verified))),
-        *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
-        "Curves, samples and settings, or a comparison of runs: `python -m results.report "
-        "results/<recipe>/<run> ...`. "
-        "Papers' tables in miniature, with a verdict for each statement: [tables](tables/).",
+        "Generated by `python -m results.report --index` from the folders beside this file.",
+        "![Held-out accuracy by step](learning_curve.svg)",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    statements = f"{page.BEGIN}\n{page.statement_lines(page.made(), 'tables/')}{page.END}"
+    parts += ["## Statements of papers, in miniature", STATEMENTS, statements]
+    parts += ["## Experiments", HOW_TO_READ, markdown_table(index_table(results, found)), LINKS]
+    return "\n\n".join(parts) + "\n"
 
 
-def _section(title: str, table: Table) -> list[str]:
-    return [title, markdown_table(table)] if table.rows else []
-
-
-def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
-    """Return the finished experiments of HEADLINE_SEEDS seeds or more, each on its last, hardest
-    data source."""
-    last = {
-        each.name: each
-        for each in experiments(summaries)
-        if len(each.runs) >= HEADLINE_SEEDS
-        and each.metric.startswith("mean@")
-        and not each.name.endswith(CONTROL)
-        and all(run["status"] == "finished" for run in each.runs)
-    }
+def by_hardest_source(summaries: Sequence[Summary]) -> list[Experiment]:
+    """Return each experiment once: its mean accuracy on its last, hardest data source."""
+    last = {each.name: each for each in experiments(summaries) if each.metric.startswith("mean@")}
     return list(last.values())
 
 
-def headline_table(summaries: Sequence[Summary]) -> Table:
-    """Return the headlines' mean accuracies, without details of the method."""
+def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
+    """Return the finished experiments of HEADLINE_SEEDS seeds or more that are no controls."""
+    return [
+        each
+        for each in by_hardest_source(summaries)
+        if len(each.runs) >= HEADLINE_SEEDS
+        and not each.name.endswith(CONTROL)
+        and all(run["status"] == "finished" for run in each.runs)
+    ]
+
+
+def index_table(results: Path, found: Sequence[Experiment]) -> Table:
+    """Return a line for each experiment, with the command that repeats its first run."""
     rows = []
-    for each in headlines(summaries):
-        questions = f"{each.results[0]['questions']} questions of {each.source}, {each.metric}"
-        cells = [each.name, questions, str(len(each.runs)), each.text("before"), each.text("after")]
-        rows.append([*cells, f"`{short_command(each.runs[0]['command'])}`"])
-    return Table(["experiment", "evaluated on", "seeds", "before", "after", "command"], rows)
+    for each in found:
+        first = each.runs[0]
+        minutes = sum(run["seconds"] for run in each.runs) / len(each.runs) / 60
+        command = repeat(settings_of(results / first["recipe"] / first["run"]))
+        rows.append(
+            [
+                f"[{each.name}]({first['name']}/)",
+                f"{each.source}, {each.metric}",
+                str(len(each.runs)),
+                each.text("before"),
+                each.text("after"),
+                f"{minutes:.0f}",
+                f"`{command}`",
+            ]
+        )
+    header = ("experiment", "evaluated on", "seeds", "before", "after", "minutes", "command")
+    return Table(header, rows)
+
+
+def headline_table(results: Path) -> Table:
+    """Return the headlines' lines for the top README, where a link leads to ``results/``."""
+    found = index_table(results, headlines(read_summaries(results)))
+    rows = [[row[0].replace("](", "](results/"), *row[1:]] for row in found.rows]
+    return Table(found.header, rows)
 
 
 def render_curve(results: Path) -> str:
@@ -305,7 +264,7 @@ def render_curve(results: Path) -> str:
 
 def render_block(results: Path) -> str:
     """Return what stands between the markers of the top README."""
-    return markdown_table(headline_table(read_summaries(results)))
+    return markdown_table(headline_table(results))
 
 
 def with_block(readme: str, block: str) -> str | None:
@@ -316,32 +275,14 @@ def with_block(readme: str, block: str) -> str | None:
     return f"{readme[: first + len(BEGIN)]}\n{block}\n{readme[last:]}"
 
 
-def update(results: Path, check: bool = False) -> int:
-    """Write the generated files, or compare them with ``check``; return 1 where a check found a
-    difference, else 0."""
-    wanted = {results / "README.md": render(results)}
+def pages(results: Path) -> dict[Path, str]:
+    """Return the generated files that this module knows, with their texts."""
+    found = {results / "README.md": render(results)}
     if headlines(read_summaries(results)):
-        wanted[results / "learning_curve.svg"] = render_curve(results)
+        found[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"
     if readme.exists():
-        old = readme.read_text(encoding="utf-8")
-        text = with_block(old, render_block(results))
-        if text is None:
-            print(
-                f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there",
-                file=sys.stderr,
-            )
-        else:
-            wanted[readme] = text
-    stale = [
-        path
-        for path, text in wanted.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path in stale:
-        if check:
-            print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)
-        else:
-            path.write_text(wanted[path], encoding="utf-8")
-            print(f"wrote {path}")
-    return int(check and bool(stale))
+        text = with_block(readme.read_text(encoding="utf-8"), render_block(results))
+        if text is not None:
+            found[readme] = text
+    return found

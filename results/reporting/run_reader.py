@@ -122,8 +122,8 @@ class RecordedRun:
         return f"{status} at step {self.last_step} of {total}" if short else status
 
     @cached_property
-    def experiment(self) -> str:
-        """A hash of what makes the experiment: runs that share it differ in their seeds only.
+    def decisive(self) -> dict[str, Any]:
+        """The values of the keys that make the experiment, which are all but the seeds.
 
         Keys that another version lacks count as their defaults, and keys that this version lacks as
         nothing, so that seeds of several versions are one experiment. Keys of a critic or a
@@ -161,8 +161,13 @@ class RecordedRun:
             for k, v in kept.items()
             if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"
         }
-        text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
-        return hashlib.sha256(drawn.sub("seed-*", text).encode()).hexdigest()[:12]
+        return json.loads(drawn.sub("seed-*", json.dumps(shared, default=str)))
+
+    @cached_property
+    def experiment(self) -> str:
+        """A hash of what makes the experiment: runs that share it differ in their seeds only."""
+        text = json.dumps([self.manifest["recipe"], self.decisive], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def hashes_of(self, path: Any) -> list[str]:
         """Return the SHA-256 of a file of data or a reward function, by its configured path.

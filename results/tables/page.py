@@ -87,16 +87,24 @@ def summary(table: Table) -> str:
     return f"{table.name}: {table.paper.title}, {table.paper.table}: {', '.join(outcome)}"
 
 
+def made() -> list[Made]:
+    """Return the tables whose miniature has run, with its numbers."""
+    return [(table, numbers) for table in tables_of() if (numbers := table.numbers())]
+
+
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield every generated file with its text: pages, pictures, READMEs with their lines."""
-    made = [(table, numbers) for table in tables_of() if (numbers := table.numbers())]
-    for table, numbers in made:
+    tables = made()
+    for table, numbers in tables:
         yield PAGES / f"{table.id}.md", render(table, numbers)
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
-    yield with_lines(PAGES / "README.md", statement_lines(made, ""))
-    yield with_lines(ROOT / "README.md", statement_lines(made, "results/tables/", headlines=True))
-    for recipe in {table.recipe for table, _ in made}:
-        lines = statement_lines([m for m in made if m[0].recipe == recipe], "../../results/tables/")
+    yield with_lines(PAGES / "README.md", statement_lines(tables, ""))
+    yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
+    yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", headlines=True))
+    for recipe in {table.recipe for table, _ in tables}:
+        lines = statement_lines(
+            [m for m in tables if m[0].recipe == recipe], "../../results/tables/"
+        )
         yield with_lines(ROOT / "recipes" / recipe / "README.md", lines)
 
 
