@@ -72,7 +72,7 @@ class RayPPOTrainer(Trainer):
         super().load_data()
         warn_of_trained_questions(self.stream.files.questions(), self.val_prompts)
         first_examples = list(self.stream.files.first.values())
-        check_hooks(first_examples, self.reward.known, self.shape_reward, self.keep_group)
+        check_hooks(first_examples, self.graded_answers, self.shape_reward, self.keep_group)
 
     def load_stream(self) -> PromptStream:
         """Return the prompts of ``data.train_files``."""

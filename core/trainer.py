@@ -8,7 +8,8 @@ the :class:`core.run.Run` that a trainer holds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
 from core.data.vocabulary import policy_template, with_template_date
-from core.engines.engine import SamplingParams, sampling_params
+from core.engines.engine import SamplingParams, make_engine, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import UnhealthyRun, memory_phase
 from core.learner.batching import mini_batching
@@ -24,6 +25,7 @@ from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.reward_model import load_scoring_tokenizer
+from core.rewards.scorer_check import Known, check_scorers
 from core.rollout.agent_loop import (
     AgentLoop,
     Barrier,
@@ -71,6 +73,7 @@ class Trainer:
         self.stream: PromptStream | None = None
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
+        self.graded_answers: Known = {}  # data source -> an answer that was graded at start
         self.agent_loop: AgentLoop | None = None  # None if a trajectory is one turn
         self.workers: Workers | None = None
         self.sampler: TrajectorySampler | None = None
@@ -104,21 +107,28 @@ class Trainer:
         return self
 
     def load_data(self) -> None:
-        """Load tokenizer, examples and scorers, and check them with each other. Raises
-        InputError."""
+        """Load tokenizer, examples and scorers, and check that they fit. Raises InputError."""
+        self.load_tokenizer()
+        self.stream = self.load_stream()
+        self.load_questions()
+        check_examples(self.agent_loop, self.answered_examples())
+        self.reward = RewardLayer(self.config)
+        self.graded_answers = check_scorers(self.reward, self.answered_examples(), self.tokenizer)
+
+    def load_tokenizer(self) -> None:
+        """Load the tokenizer, and what turns examples into prompts and prompts into episodes."""
         model = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model)
         self.set_template_date(policy_template(self.config.data, self.tokenizer))
         self.modality = load_modality(model, self.tokenizer)
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
+
+    def load_questions(self) -> None:
+        """Load ``data.val_files``. Raises InputError."""
         tools_of = self.agent_loop and self.agent_loop.tools_of
-        self.stream = self.load_stream()
         self.val_prompts = load_val_prompts(
             self.config.data, self.tokenizer, self.modality, tools_of
         )
-        check_examples(self.agent_loop, self.answered_examples())
-        self.reward = RewardLayer(self.config)
-        self.reward.check(self.answered_examples(), self.tokenizer)
 
     def check_sizes(self) -> None:
         """Check the loaded data against the model's positions and the batch. Raises InputError."""
@@ -179,6 +189,49 @@ class Trainer:
         make_deterministic(self.config, engine, self.barrier)
 
     # -- answers ---------------------------------------------------------------------------------
+
+    @classmethod
+    @contextmanager
+    def for_answering(cls, config: Config) -> Iterator[Trainer]:
+        """Yield a trainer with the questions of ``data.val_files``, and nothing to train or score.
+
+        Raises InputError for questions that do not suit the model or the agent loop.
+        """
+        trainer = cls(config)
+        trainer.load_tokenizer()
+        try:
+            trainer.load_questions()
+            check_examples(trainer.agent_loop, trainer.val_prompts)
+            yield trainer
+        finally:
+            if trainer.agent_loop is not None:
+                trainer.agent_loop.close()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Load an engine without a learner, for :meth:`generate` while the block runs.
+
+        ``trainer.backend`` places it in this process or, several of them, in actors of a cluster.
+        Raises InputError for a model or an engine that cannot be had, and for questions that do not
+        fit into the model's positions.
+        """
+        longest = max(len(prompt.token_ids) for prompt in self.val_prompts)
+        lengths = {"data.val_files": self.room(longest)}
+        check_lengths(self.config, lengths)
+        device = prepare_torch(self.config.trainer)
+        with memory_phase("load"):
+            if self.config.trainer.backend == "ray":
+                from core.cluster.ray_pools import RayProcesses
+
+                owner = RayProcesses(self.config, device, learners=False)
+                engine = owner.engine
+            else:
+                owner = engine = make_engine(self.config, None, self.tokenizer, device)
+        try:
+            self.attach_engine(engine)
+            yield
+        finally:
+            owner.close()
 
     async def generate(
         self, prompt: Prompt, sample_index: int, sampling: SamplingParams

@@ -22,6 +22,7 @@ from reward_scores.score import Score, ScoreStatus, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a user's function
 CUSTOM = "custom_reward_function"
+MODEL_STYLE = "model"  # of examples that a reward model scores
 RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text

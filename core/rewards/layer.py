@@ -20,6 +20,7 @@ from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import (
+    MODEL_STYLE,
     Answer,
     CustomFunction,
     Failure,
@@ -27,8 +28,7 @@ from core.rewards.grading import (
     RewardModelCall,
     Scorers,
 )
-from core.rewards.scorer_check import MODEL_STYLE, check_scorers, written
-from core.types import Prompt, ScoredGroup, Trajectory
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import Score, ScoreStatus
 
@@ -94,22 +94,10 @@ class RewardLayer:
             self.judge = Judge(reward.judge)
         self._reward_model: BatchCalls | None = None
         self.failures = Failures()
-        # Data source -> an answer that was graded at start
-        self.known: Mapping[str, tuple[str, Score]] = {}
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
         self._reward_model = BatchCalls(reward_model)
-
-    def check(self, rows: Iterable[Prompt | Example], tokenizer: Any = None) -> None:
-        """Check every row of the data, and grade known answers where the answers will be graded;
-        ask for the judge.
-
-        Raises InputError with all problems.
-        """
-        self.known = check_scorers(self, rows, tokenizer)
-        if self.judge is not None:
-            self.judge.check()
 
     @property
     def in_process(self) -> bool:
@@ -179,7 +167,8 @@ class RewardLayer:
 
         A user's function also gets the row's ``extra_info``.
         """
-        job = dataclasses.replace(self.job(row, written(response)), ground_truth=ground_truth)
+        job = self.job(row, trajectory_of_text(response))
+        job = dataclasses.replace(job, ground_truth=ground_truth)
         if self.scorers.custom is None:  # the examples of a built-in scorer belong to no row
             job = dataclasses.replace(job, extra_info={})
         return asyncio.run(self.manager.run(job))
@@ -252,6 +241,11 @@ class Failures:
             "correct the scorer, or what it needs, and repeat the command. The latest one:\n"
             f"{self.latest}"
         )
+
+
+def trajectory_of_text(text: str) -> Trajectory:
+    """Return a trajectory of one turn that holds a text: an answer that is known at start."""
+    return Trajectory([0], [0], [True], [0.0], (Segment("policy", text),), Stop.EOS, 0, 0)
 
 
 def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:

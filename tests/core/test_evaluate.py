@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import UTC, datetime, timedelta
+import shutil
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,8 @@ import pytest
 
 from core import evaluate
 from core.answers import answer_line, prompt_of, read_answers, trajectory_of
-from core.config import compose, convert, examine, recipes
+from core.config import compose, convert, examine
+from core.data import vocabulary
 from core.data.parquet import ExampleFile
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
@@ -486,16 +489,40 @@ def test_what_decides_on_answers_holds_no_secret():
 def test_answers_have_to_fit_into_the_models_positions(tmp_path):
     folder = write_lengths(tmp_path)
     config = configured(
-        folder, "run", "data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}"
+        folder,
+        "run",
+        "data.max_prompt_length=256",
+        "data.max_response_length=57",
+        f"data.val_files={folder / 'long.parquet'}",
     )
-    trainer = RayPPOTrainer(config)
-    trainer.load_data()
-    long = configured(folder, "run", "data.max_response_length=57")
-    answering = evaluate.answering(
-        long, recipes.TRAINER, trainer.tokenizer, None, trainer.val_prompts
-    )
+    expected = "data.val_files has 200 tokens and 57 may follow"
     with (
-        pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow"),
-        answering,
+        RayPPOTrainer.for_answering(config) as trainer,
+        pytest.raises(InputError, match=expected),
+        trainer.answering(),
     ):
         pass
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}:"
+
+
+def test_a_file_that_was_begun_yesterday_is_completed_with_yesterdays_date(
+    files, tmp_path, monkeypatch
+):
+    """A chat template that writes the date would make other prompts of the same questions."""
+    model = tmp_path / "model"
+    shutil.copytree(files / "model", model)
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": DATED}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    out = tmp_path / "dated.jsonl"
+    for day in (1, 2):
+        monkeypatch.setattr(
+            vocabulary,
+            "date",
+            Mock(today=lambda day=day: date(2026, 1, day), fromisoformat=date.fromisoformat),
+        )
+        assert generate(files, out, model=str(model)) == 0
+        assert all(line["prompt"].startswith("01 Jan 2026") for line in read_answers(out).values())
+        cut(out, 50)

@@ -14,6 +14,7 @@ from core.data.parquet import Example
 from core.rewards.graders import InProcess
 from core.rewards.grading import Job
 from core.rewards.layer import RewardLayer
+from core.rewards.scorer_check import check_scorers
 from reward_scores import SCORERS, prime_math, symbolic
 from reward_scores.score import ScoreStatus
 
@@ -84,7 +85,9 @@ def process_of_symbolic(monkeypatch):
 def test_naive_leaves_algebra_to_graders(make_layer, monkeypatch):
     process_of_symbolic(monkeypatch)
     layer = make_layer(reward_kwargs={"prime_math": {"method": "published"}})
-    layer.check([row("openai/gsm8k"), row(PRIME)])  # grades known answers, in the real worker
+    check_scorers(
+        layer, [row("openai/gsm8k"), row(PRIME)]
+    )  # grades known answers, in the real worker
     right, wrong, gsm8k = grade(
         layer,
         Job(PRIME, "\\boxed{b+a}", "a+b", {}),
@@ -97,7 +100,7 @@ def test_naive_leaves_algebra_to_graders(make_layer, monkeypatch):
 
 def test_naive_starts_no_process_where_none_is_needed(make_layer):
     layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
-    layer.check([row("openai/gsm8k"), row(PRIME)])
+    check_scorers(layer, [row("openai/gsm8k"), row(PRIME)])
     assert all(one.process is None for one in layer.pool.graders)
     assert layer.in_process
 
@@ -120,7 +123,7 @@ def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
     bombs = [(source, text) for source, given, text in BOMBS if given == method]
     options = {SCORERS[source].name: {"method": method} for source, _ in bombs}
     layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=1.0)
-    layer.check([row(source) for source in dict.fromkeys(source for source, _ in bombs)])
+    check_scorers(layer, [row(source) for source in dict.fromkeys(source for source, _ in bombs)])
     good = Job(PRIME, "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", {})
     jobs = [job for source, text in bombs for job in (Job(source, text, "\\sqrt{2}", {}), good)]
     results = grade(layer, *jobs)

@@ -19,6 +19,7 @@ from core.rewards import judge as judge_module
 from core.rewards.grading import Answer
 from core.rewards.judge import TEMPLATE, Judge, JudgeLost, NoNumber, fill, shown_texts
 from core.rewards.layer import RewardLayer
+from core.rewards.scorer_check import check_scorers
 from core.types import Prompt
 from tests.core.rewards.test_rewards import trajectory
 from tests.judge_server import MODEL, serve
@@ -355,6 +356,6 @@ def test_a_row_without_reference_is_refused_where_the_template_shows_one(make_la
             match=r"judge.template shows a reference, .* in 1 row "
             r"\(file row 0",
         ):
-            make_layer(server.url).check(rows)
-        make_layer(server.url, judge={"template": str(tmp_path / "t.txt")}).check(rows)
+            check_scorers(make_layer(server.url), rows)
+        check_scorers(make_layer(server.url, judge={"template": str(tmp_path / "t.txt")}), rows)
         assert server.requests == []

@@ -40,6 +40,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rewards.grading import Answer, Failure, model_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.reward_model import RewardModel
+from core.rewards.scorer_check import check_scorers
 from core.types import Prompt
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
@@ -359,19 +360,21 @@ def row(style, ground_truth="72", number=0):
 
 
 def test_styles_are_checked_against_the_configuration():
-    layer().check([row("rule"), row("model", None)])
-    layer(weight=0.1).check([row("rule")])
-    layer(enable=False).check([row("rule"), row(None)])
+    check_scorers(layer(), [row("rule"), row("model", None)])
+    check_scorers(layer(weight=0.1), [row("rule")])
+    check_scorers(layer(enable=False), [row("rule"), row(None)])
     with pytest.raises(
         InputError,
         match=r"reward_model.enable=False: .* in 2 rows \(file row 1, "
         r"file row 2\); ",
     ):
-        layer(enable=False).check([row("rule"), row("model", number=1), row("model", number=2)])
+        check_scorers(
+            layer(enable=False), [row("rule"), row("model", number=1), row("model", number=2)]
+        )
     with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
-        layer().check([row("rule")])
+        check_scorers(layer(), [row("rule")])
     # No scorer is asked for
-    layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])
+    check_scorers(layer(), [Example("file", 0, "unheard/of", "?", None, {}, "model")])
 
 
 # --- whole runs ---

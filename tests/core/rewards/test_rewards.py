@@ -18,7 +18,7 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
-from core.rewards.scorer_check import check_hooks
+from core.rewards.scorer_check import check_hooks, check_scorers
 from core.tracking.tracker import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -76,7 +76,7 @@ def grade(layer, asked, *trajectories):
 
 def refused(layer, *rows):
     with pytest.raises(InputError) as caught:
-        layer.check(rows or [row()])
+        check_scorers(layer, rows or [row()])
     return caught.value.problems
 
 
@@ -386,7 +386,7 @@ def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, capl
 def test_a_step_in_which_no_answer_had_a_score_stops_the_run(make_layer):
     """Whatever earlier steps had; the rate is taken once a step."""
     layer = make_layer("return {'7': 1.0}[solution_str]")
-    layer.check([row()])  # what was graded at start is no answer of the run
+    check_scorers(layer, [row()])  # what was graded at start is no answer of the run
     grade(layer, prompt("tests/a"), trajectory("7"))
     layer.failures.rate("reward/failed_rate")
     grade(layer, prompt("tests/a"), *map(trajectory, ("bad", "worse")))
@@ -412,7 +412,7 @@ def test_good_rows_pass_and_bad_ones_are_all_reported_at_once(make_layer):
         prompt("lab/hops", "d"),
         prompt("lighteval/MATH", r"\frac{1}{2}"),
     ]
-    make_layer(reward_kwargs={"gsm8k": {"method": "robust"}}).check(good)
+    check_scorers(make_layer(reward_kwargs={"gsm8k": {"method": "robust"}}), good)
     bad = [
         prompt("openai/gsm8", "1"),
         *[prompt("openai/gsm8k", "1,000")] * 5,
@@ -423,7 +423,7 @@ def test_good_rows_pass_and_bad_ones_are_all_reported_at_once(make_layer):
     assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
     assert "row 6" in missing and "None" in missing
     with pytest.raises(InputError, match="method='bogus': must be one of strict"):
-        make_layer(reward_kwargs={"gsm8k": {"method": "bogus"}}).check([prompt()])
+        check_scorers(make_layer(reward_kwargs={"gsm8k": {"method": "bogus"}}), [prompt()])
 
 
 def test_a_users_examples_and_check_of_ground_truths_are_used(make_layer):
@@ -453,7 +453,7 @@ def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback
     assert trace[0].startswith("Traceback") and trace[-1] == "KeyError: 'reference'"
     assert "mine.py" in problem
     picky = make_layer("return {'tests/a': 1.0}[data_source]", file="other.py")
-    picky.check([row()])
+    check_scorers(picky, [row()])
     # Each data source has to be graded
     (problem,) = refused(picky, row(), row("tests/b", number=3))
     assert "data_source='tests/b'" in problem
@@ -476,7 +476,7 @@ def test_rows_that_cannot_be_sent_are_found_at_start(make_layer):
     rows = [prompt(extra_info={"when": time}), prompt()]
     (problem,) = refused(make_layer(reward_manager="prime"), *rows)
     assert "as JSON in 1 row (uid row-7: module is not JSON" in problem
-    make_layer(reward_manager="naive").check(rows)
+    check_scorers(make_layer(reward_manager="naive"), rows)
 
 
 FUNCTIONS = {  # some answer that is tried at start has a score of it
@@ -496,13 +496,15 @@ FUNCTIONS = {  # some answer that is tried at start has a score of it
 
 @pytest.mark.parametrize(("body", "gold"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_function_that_grades_some_answer_starts(make_layer, body, gold):
-    make_layer(body).check([row(ground_truth=gold)])
+    check_scorers(make_layer(body), [row(ground_truth=gold)])
 
 
 def test_examples_of_the_module_are_tried_in_place_of_guesses(make_layer):
     body = HEAD + "    return {'only this': 1.0}[solution_str] + 0 * extra_info['index']\n"
     assert "EXAMPLES" in refused(make_layer(body, file="a.py"))[0]
-    make_layer(f"EXAMPLES = (('only this', '7', 1.0),)\n{body}", file="b.py").check([row()])
+    check_scorers(
+        make_layer(f"EXAMPLES = (('only this', '7', 1.0),)\n{body}", file="b.py"), [row()]
+    )
 
 
 def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, capsys):
@@ -511,7 +513,7 @@ def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, c
     for module in (sandbox, unit_tests):
         monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
     layer = make_layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}})
-    layer.check([prompt("apps", {"inputs": ["1"], "outputs": ["1"]})])
+    check_scorers(layer, [prompt("apps", {"inputs": ["1"], "outputs": ["1"]})])
     assert "isolation: none" in capsys.readouterr().out
 
 
@@ -528,7 +530,7 @@ def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
         caplog.clear()
         tokenizer = tiny_tokenizer()
         tokenizer.add_tokens([AddedToken(special, special=True)])
-        layer.check([asked], tokenizer)
+        check_scorers(layer, [asked], tokenizer)
         assert (f"looks for '{special}'," in caplog.text) is told
 
 
