@@ -75,33 +75,26 @@ def tree(path: Path) -> ast.Module:
 
 
 @cache
-def imported_names(path: Path, typing: bool = True) -> frozenset[str]:
-    """Return every dotted name that the file imports, inside functions too; ``typing``: under
-    TYPE_CHECKING as well."""
-    found, unread = set(), set()
+def imported_names(path: Path) -> frozenset[str]:
+    """Return every dotted name that the file imports, inside functions and TYPE_CHECKING too."""
+    names = set()
     for node in ast.walk(tree(path)):
-        if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            unread |= {one for part in node.body for one in ast.walk(part)}
-    for node in ast.walk(tree(path)):
-        if node in unread:
-            continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, (
                 f"{relative(path)}: a relative import, which this test does not read"
             )
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
-def imported_modules(path: Path, typing: bool = True) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
     """Return the modules of this repository that the file imports, without itself."""
-    found = {
-        name if name in modules() else name.rpartition(".")[0]
-        for name in imported_names(path, typing)
+    imported = {
+        name if name in modules() else name.rpartition(".")[0] for name in imported_names(path)
     }
-    return (found & modules().keys()) - {module_of(path)}
+    return (imported & modules().keys()) - {module_of(path)}
 
 
 def package_of(module: str) -> str:
@@ -114,10 +107,10 @@ def unit_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def kernel_imports(typing: bool = True) -> dict[str, set[str]]:
+def kernel_imports() -> dict[str, set[str]]:
     """Return what each module of core imports of core."""
     kernel = {module for module in modules() if package_of(module) == "core"}
-    return {module: imported_modules(modules()[module], typing) & kernel for module in kernel}
+    return {module: imported_modules(modules()[module]) & kernel for module in kernel}
 
 
 def test_imports_between_packages_run_downwards():
@@ -147,7 +140,7 @@ def test_no_circle_of_packages_or_files_in_core():
     for module, imported in kernel_imports().items():
         above[unit_of(module)] |= {unit_of(one) for one in imported} - {unit_of(module)}
     TopologicalSorter(above).prepare()  # raises CycleError, which names the circle
-    TopologicalSorter(kernel_imports(typing=False)).prepare()
+    TopologicalSorter(kernel_imports()).prepare()
 
 
 def test_a_recipe_imports_no_other_recipe_except_the_lab():
