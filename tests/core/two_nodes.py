@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PATIENCE_S = 240
+PATIENCE_S = 800
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 # A core, so that a run of a rank a node fills both
 OPTIONS = ("--num-cpus=1", "--object-store-memory=100000000", "--block")

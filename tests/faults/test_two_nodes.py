@@ -15,7 +15,7 @@ from tests.faults.kill_and_resume import ROOT
 from tests.faults.ray_runs import Run, Watched, disturbed
 from tests.faults.tiny_run import command
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.xdist_group("two_nodes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.xdist_group("two_nodes")]
 LOSSES = Path("core/algorithm/losses.py")
 SCRIPT = "ppo/run_deepseek7b_gsm8k.sh"
 NODES = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
@@ -104,6 +104,7 @@ def test_a_lost_node_is_named_and_waited_for_and_its_successor_goes_on(cluster, 
         run.until(lambda: "nodes that have gone: 127.0.0.2" in run.log())
         steps = run.steps()
         cluster.start("127.0.0.2")
+        cluster.until_started("127.0.0.2")
         run.until(lambda: run.steps() > steps)
         run.process.terminate()
 
