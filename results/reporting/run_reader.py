@@ -43,17 +43,6 @@ ANY_PATH = re.compile(rf"{BEFORE_PATH}(?:~?(?:{STEP}){{2,}}|{ONE_STEP})/?")
 NOT_RECORDED = "not recorded"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 class NotARun(InputError):
     """A folder is not a run folder, or a file in it is damaged."""
 
@@ -291,7 +280,7 @@ def _part(path: Path, read: Callable[[Path], Item]) -> Item:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return flatten(read_yaml(path.read_text(encoding="utf-8")))
+    return dict(convert.leaves(read_yaml(path.read_text(encoding="utf-8"))))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -357,7 +346,7 @@ def settings_of(folder: Path) -> RecordedRun:
     """Return a published run's configuration and manifest, without what it measured."""
     config = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return RecordedRun(folder, flatten(config), manifest, (), {}, ())
+    return RecordedRun(folder, dict(convert.leaves(config)), manifest, (), {}, ())
 
 
 def _read_csv(path: Path) -> list[dict[str, float]]:
