@@ -1,20 +1,11 @@
 """The shared trainer, and the packages that its loop goes through (README.md beside this file)."""
 
 import sys
+from importlib.util import find_spec
 
 # Of pyproject.toml's requires-python; this file keeps to the syntax of older versions
 OLDEST = (3, 11)
 FIX = "type make setup, then source .venv/bin/activate"
-
-
-def report(kind, error, traceback, before=sys.excepthook):
-    """Print one line for a package that is not installed, and any other error as Python does."""
-    package = (getattr(error, "name", None) or "").split(".")[0]
-    if kind is ModuleNotFoundError and package not in sys.modules:
-        print(f"{package}: is not installed for {sys.executable}; {FIX}", file=sys.stderr)
-    else:
-        before(kind, error, traceback)
-
 
 if sys.version_info[:2] < OLDEST:
     sys.exit(
@@ -22,7 +13,9 @@ if sys.version_info[:2] < OLDEST:
         f"3.14; {FIX}"
     )
 if sys.argv[:1] == ["-m"]:  # while python -m looks for its module
-    sys.excepthook = report
+    for package in ("numpy", "pydantic", "yaml"):
+        if find_spec(package) is None:
+            sys.exit(f"{package}: is not installed for {sys.executable}; {FIX}")
 
 from core.python_api import train  # noqa: E402, which older versions of Python cannot read
 

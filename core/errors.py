@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.secret_keys import without_given
@@ -50,6 +51,41 @@ class InputError(ValueError):
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+@dataclass
+class Problems:
+    """Collects everything that is wrong, so that it is reported together."""
+
+    # (file or key, rule, fix) -> the rows that break the rule
+    rows: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+    shown: int = 10  # rows that a line names
+
+    def add(
+        self, where: str, rule: str, fix: str, row: int | str | None = None, value: str = ""
+    ) -> None:
+        """Add a problem. ``where`` is a file or a key; rows that break one rule share a line."""
+        rows = self.rows.setdefault((where, rule, fix), [])
+        if row is not None:
+            rows.append(f"{row}: {value}" if value else str(row))
+
+    def lines(self) -> list[str]:
+        """Return one line a problem."""
+        lines = []
+        for (where, rule, fix), rows in self.rows.items():
+            if rows:
+                noun = "row" if len(rows) == 1 else "rows"
+                names = ", ".join(rows[: self.shown])
+                if len(rows) > self.shown:
+                    names += f" and {len(rows) - self.shown} more"
+                rule += f" in {len(rows)} {noun} ({names})"
+            lines.append(f"{where}: {rule}; {fix}")
+        return lines
+
+    def raise_if_any(self) -> None:
+        """Raise InputError with all problems."""
+        if self.rows:
+            raise InputError(self.lines())
 
 
 def message_of(error: BaseException) -> str:

@@ -61,8 +61,6 @@ DATE = "data.chat_template_date"
 DECIDING = (
     "data.max_prompt_length",
     "data.max_response_length",
-    "data.max_start_length",
-    "data.max_obs_length",
     f"{MODEL}override_config",
     f"{MODEL}custom_chat_template",
     f"{ROLLOUT}name",

@@ -1,18 +1,17 @@
 """The loop of reinforcement learning. Recipes override its hooks, never ``fit``.
 
-The hooks take and return values: :meth:`RayPPOTrainer.generate`,
-:meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
-:meth:`~RayPPOTrainer.compute_advantages`. A name's last letter is its axis: ``P`` prompts, ``N``
-tokens. Data, models, answers and validation are those of :class:`core.trainer.Trainer`.
+The hooks take and return values: :meth:`~core.trainer.Trainer.generate`,
+:meth:`RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
+:meth:`~RayPPOTrainer.compute_advantages`. The last letter of a tensor's name is its axis: ``P``
+prompts, ``N`` tokens. Data, models, answers and validation are those of
+:class:`core.trainer.Trainer`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,33 +26,28 @@ from core.engines.engine import sampling_params
 from core.learner.batching import make_batch
 from core.rewards.scorer_check import check_hooks
 from core.rollout.collect import (
-    Ahead,
     Collected,
     CollectLimits,
     CollectState,
-    collect,
-    collect_ahead,
+    collect_groups,
     results_of,
-    without_carried,
 )
+from core.rollout.collect_ahead import collect_ahead, learn_while_collecting
 from core.run import LoopState
 from core.tracking.health import FAILED
 from core.tracking.loggers import progress
 from core.tracking.metrics import data_metrics, progress_metrics
 from core.tracking.tracker import generation_rows
 from core.trainer import Trainer
-from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
-if TYPE_CHECKING:
-    from core.data.parquet import Example
-
-DRAWN = 10  # collecting gives up after drawing this many times the prompts that a step needs
+MOST_DRAWN = 10  # a step draws at most this many times the prompts that it needs
 GREEDY = -1  # the sample index of a greedy baseline answer
 
 
 class RayPPOTrainer(Trainer):
-    """PPO and GRPO as they are, and the base of every other recipe.
+    """Train PPO and GRPO as they are; the base of every other recipe.
 
     ``RayPPOTrainer(config).init_workers().fit()`` trains.
     """
@@ -64,8 +58,12 @@ class RayPPOTrainer(Trainer):
         super().__init__(config, LoopState(kl_controller, CollectState()))
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, config.actor_rollout_ref.rollout)
-        self.turns = checks.SampledTurns()
+        # What the last step collected: the step after it goes on from there
         self.collected: Collected | None = None
+        # What ended the collecting beside the last update; the next step raises it
+        self.ahead_failure: Exception | None = None
+
+    # -- starting --------------------------------------------------------------------------------
 
     def load_data(self) -> None:
         """Load and check the data, the scorers and the hooks. Raises InputError."""
@@ -76,55 +74,27 @@ class RayPPOTrainer(Trainer):
 
     def load_stream(self) -> PromptStream:
         """Return the prompts of ``data.train_files``."""
-        tools_of = self.agent_loop and self.agent_loop.tools_of
-        return PromptStream(
-            self.config.data,
-            self.tokenizer,
-            self.config.trainer.seed,
-            modality=self.modality,
-            tools_of=tools_of,
-        )
+        return PromptStream(self.config.data, self.prompt_files(), self.config.trainer.seed)
 
-    def answered_examples(self) -> Iterable[Example | Prompt]:
-        """Return the examples of training and of validation."""
-        return itertools.chain(self.stream.files.examples(), self.val_prompts)
-
-    def init_workers(self) -> RayPPOTrainer:
-        """Check the data, the scorers, the hooks and the checkpoint, then load the models and
-        resume.
-
-        Raises InputError, mostly before a model loads, and what a training hook raises on an
-        example.
-        """
-        super().init_workers()
-        # Batches are checked against the turns that the engine wrote
-        watched = self.turns.watch(self.workers.engine)
-        self.sampler = dataclasses.replace(self.sampler, engine=watched)
-        return self
+    # -- the loop --------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        owned = self.workers, self.agent_loop, self.reward
-        with self.run.running(*owned) as self.runner:
-            ahead = Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
+        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
             for metrics in self.run.steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    train = functools.partial(self.train, groups_P, metrics)
-                    # With max_staleness the next step's first prompts are answered before the
-                    # update
-                    batch, state = ahead.train(train, self.collect_ahead(metrics.step), metrics)
-                    self.take_ahead(state)
-                    # Proved by checksums and a probe, where there are two copies
-                    with metrics.time("update_weights"):
-                        metrics.add(self.workers.sync_weights(metrics.step))
+                    if self.collects_while_learning(metrics.step):  # trainer.max_staleness=1
+                        batch = self.learn_while_collecting(groups_P, metrics)
+                    else:
+                        batch = self.learn(groups_P, metrics)
+                    self.sync_weights(metrics)
                 self.complete_step(groups_P, batch, metrics)
-                ahead.raise_failure()
 
-    def train(self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics) -> TrainBatch:
-        """Train critic and policy on the step's groups and return their batch."""
+    def learn(self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics) -> TrainBatch:
+        """Update critic and policy from the step's groups. Return the batch they trained on."""
         batch = self.make_batch(groups_P)
         batch = self.compute_log_probs(batch, metrics)
         batch = self.apply_rollout_correction(batch, metrics)
@@ -139,12 +109,14 @@ class RayPPOTrainer(Trainer):
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether a step may train on the group; validation never calls it. Base: always."""
+        """Return whether a step may train on the group; validation never calls it. Base: yes."""
         return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in
-        the reward."""
+        """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``.
+
+        With ``algorithm.use_kl_in_reward`` the KL penalty is taken off the rewards first.
+        """
         algorithm = self.config.algorithm
         penalties_N = None
         if algorithm.use_kl_in_reward:
@@ -153,66 +125,135 @@ class RayPPOTrainer(Trainer):
             )
             self.state = dataclasses.replace(self.state, kl_controller=kl_controller)
             metrics.add(kl_metrics)
-        inputs, shape = (
-            advantages.inputs_of(batch, algorithm, penalties_N),
-            batch.response_mask.shape,
+        inputs = advantages.inputs_of(batch, algorithm, penalties_N)
+        token_shape = batch.response_mask.shape
+        advantages_N, returns_N = checks.of_tokens(
+            self.estimator, inputs, token_shape, torch.Tensor
         )
-        advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
         if penalties_N is not None:
-            batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))
+            penalties_B = sum_by_sequence(penalties_N, batch.lengths)
+            batch = batch.adding(reward=batch.reward + penalties_B)
         return batch
 
-    # -- phases ----------------------------------------------------------------------------------
+    # -- collecting ------------------------------------------------------------------------------
 
     def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
-        """Return the step's groups: the lowest ordinals that pass ``keep_group``, regardless of
-        finishing order.
+        """Return the step's groups: the lowest ordinals that pass ``keep_group``.
 
-        Sets the state that the next step starts from.
+        Set the state that the next step starts from. With ``trainer.max_staleness=1`` the next
+        step's first prompts are answered here too, unless they can be answered during the update.
         """
-        looks_ahead = self.looks_ahead(metrics.step)
-        wanted = self.config.data.train_batch_size
-
-        def after_group() -> None:
-            answered()
-            # If no answer can be scored, the run stops before the step is answered to its end
-            self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
-
+        if self.ahead_failure is not None:
+            raise self.ahead_failure
+        groups_needed = self.config.data.train_batch_size
         with (
             metrics.time("gen"),
-            progress(f"step {metrics.step}, answers", wanted, "prompt") as answered,
+            progress(f"step {metrics.step}, answers", groups_needed, "prompt") as count_group,
         ):
-            collecting = collect(
-                self.roll_group,
+
+            def after_group() -> None:
+                count_group()
+                # If no answer can be scored, the run stops before the whole step is answered
+                answers_needed = groups_needed * self.config.actor_rollout_ref.rollout.n
+                self.reward.failures.stop_if_all(answers_needed)
+
+            collecting = collect_groups(
+                self.generate_group,
                 self.keep_group,
-                self.state.collect,
+                self.state.collect_state,
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
                 after_group=after_group,
-                ahead=looks_ahead,
+                ahead=self.looks_ahead(metrics.step),
             )
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_none_is_graded(self.collected.groups)
-        collect_state = self.collected.state
-        if not looks_ahead:
-            collect_state = without_carried(collect_state)
-        self.state = dataclasses.replace(self.state, collect=collect_state)
         metrics.add(self.collected.metrics)
+        # Timing decides what was answered beyond the step: it must not decide what trains next
+        self.set_collect_state(dataclasses.replace(self.collected.state, carried={}))
+        if self.looks_ahead(metrics.step) and not self.workers.overlaps:
+            with metrics.time("gen_ahead"):
+                self.set_collect_state(self.runner.run(self.collect_ahead()))
+        busy_seconds = self.clock.take()
+        metrics.add({f"timing_s/{activity}": s for activity, s in busy_seconds.items()})
         return self.collected.groups
 
-    def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
-        """Return the groups as a batch, after a check that it is what the engine sampled."""
-        batch = make_batch(
-            groups_P, self.tokenizer.pad_token_id, self.config.actor_rollout_ref.actor.state_masking
+    def set_collect_state(self, collect_state: CollectState) -> None:
+        """Set what the next step's collecting starts from."""
+        self.state = dataclasses.replace(self.state, collect_state=collect_state)
+
+    def collect_limits(self) -> CollectLimits:
+        """Return how many groups a step needs and how many prompts it may draw for them.
+
+        A recipe that drops groups may override it.
+        """
+        wanted = self.config.data.train_batch_size
+        in_flight = self.config.data.gen_batch_size
+        drawn = MOST_DRAWN * max(wanted, in_flight)
+        return CollectLimits(wanted, in_flight, drawn, raise_on_exhausted=False)
+
+    async def generate_group(self, ordinal: int) -> ScoredGroup:
+        """Answer the prompt of an ordinal ``rollout.n`` times, score and shape the answers.
+
+        If the estimator needs it, a greedy answer is scored as well: the group's baseline.
+        """
+        prompt = self.stream.prompt(ordinal)
+        sample_indices = range(self.config.actor_rollout_ref.rollout.n)
+        answering = [self.score_answers(prompt, sample_indices, self.train_sampling)]
+        if self.needs.baseline:
+            greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
+            answering.append(self.score_answers(prompt, [GREEDY], greedy_sampling))
+        group, *greedy_group = await results_of(answering)
+        baseline = self.shaped_scores(greedy_group[0])[0] if greedy_group else None
+        return dataclasses.replace(group, scores=self.shaped_scores(group), baseline=baseline)
+
+    def shaped_scores(self, group: ScoredGroup) -> tuple[Score, ...]:
+        """Return the group's scores as ``shape_reward`` changes them."""
+        return tuple(map(self.shape_reward, group.scores, group.trajectories))
+
+    # -- collecting for the next step ------------------------------------------------------------
+
+    def looks_ahead(self, step: int) -> bool:
+        """Return whether the policy before this step's update answers prompts of the next step."""
+        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
+
+    def collects_while_learning(self, step: int) -> bool:
+        """Return whether the next step's first prompts are answered during this step's update."""
+        return self.looks_ahead(step) and self.workers.overlaps
+
+    async def collect_ahead(self) -> CollectState:
+        """Answer the next step's first prompts with the current policy."""
+        limits = self.collect_limits()
+        return await collect_ahead(self.generate_group, self.keep_group, self.collected, limits)
+
+    def learn_while_collecting(
+        self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics
+    ) -> TrainBatch:
+        """Learn from the step's groups while the next step's first prompts are answered.
+
+        If answering fails, the step is still completed. The next one then raises the failure.
+        """
+        learn = functools.partial(self.learn, groups_P, metrics)
+        batch, outcome = self.runner.run(
+            learn_while_collecting(learn, self.collect_ahead(), metrics)
         )
-        checks.batch_is_sampled(groups_P, batch)
-        self.turns.check(groups_P)
+        if isinstance(outcome, CollectState):
+            self.set_collect_state(outcome)
+        else:
+            self.ahead_failure = outcome
+        hidden_s = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
+        metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_s)})
         return batch
 
+    # -- learning --------------------------------------------------------------------------------
+
+    def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
+        """Return the groups as one batch."""
+        return make_batch(groups_P, self.tokenizer.pad_token_id)
+
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads
-        it."""
+        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only if it is read."""
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
                 log_prob, entropy = self.workers.compute_log_probs(batch)
@@ -228,15 +269,15 @@ class RayPPOTrainer(Trainer):
         return batch
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Weigh or reject tokens whose probability differs between engine and learner, where that
-        is asked for.
+        """Weigh or reject tokens whose probability differs between engine and learner.
 
-        It compares with old log-probs: without them the batch stays as it is.
+        ``algorithm.rollout_correction`` decides how. It compares with old log-probs: without them
+        the batch stays as it is.
         """
         if not batch.has("old_log_probs"):
             return batch
-        batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
-        metrics.add(corrected)
+        batch, correction_metrics = correct(batch, self.config.algorithm.rollout_correction)
+        metrics.add(correction_metrics)
         return batch
 
     def estimate_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
@@ -246,96 +287,46 @@ class RayPPOTrainer(Trainer):
             checks.finite(batch, "adv", "reward", "advantages", "returns")
         return batch
 
+    def sync_weights(self, metrics: StepMetrics) -> None:
+        """Give the engines the new policy. Checksums and a probe verify a separate copy."""
+        with metrics.time("update_weights"):
+            metrics.add(self.workers.sync_weights(metrics.step))
+
+    # -- after the update ------------------------------------------------------------------------
+
     def complete_step(
         self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics
     ) -> None:
-        """Measure the step, validate where due, and hand it to the run, which records and saves
-        it."""
-        trainer, step = self.config.trainer, metrics.step
+        """Measure the step, validate it if due, and have the run record and save it."""
+        trainer = self.config.trainer
+        step = metrics.step
         metrics.add(data_metrics(groups_P, batch))
-        self.turns.forget(step - trainer.max_staleness)
         metrics.add(self.entropy_gap(batch, metrics))
         if trace.is_due(trainer.trace, step, self.run.total_steps):
-            trace.dump(
-                self.run.run_dir, step, groups_P, batch, self.tokenizer, trainer.trace.groups
-            )
+            count = trainer.trace.groups
+            trace.dump(self.run.run_dir, step, groups_P, batch, self.tokenizer, count)
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
         metrics.add(self.reward.failures.rate(FAILED))
         epoch = self.stream.epoch(groups_P[-1].prompt.ordinal)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        if (printed := self.config.reward_model.num_examine) or trainer.rollout_data_dir:
+        printed_answers = self.config.reward_model.num_examine
+        if printed_answers or trainer.rollout_data_dir:
             rows = generation_rows(step, groups_P, self.tokenizer)
-            self.run.tracker.show(step, rows, printed, "rollout_data_dir")
+            self.run.tracker.show(step, rows, printed_answers, "rollout_data_dir")
         self.validate_and_complete(metrics)
 
-    # -- what collecting needs -------------------------------------------------------------------
-
-    def collect_limits(self) -> CollectLimits:
-        """Return how many groups a step needs and how many prompts it draws for them at most.
-
-        A recipe that drops groups may override it.
-        """
-        wanted, in_flight = self.config.data.train_batch_size, self.config.data.gen_batch_size
-        return CollectLimits(
-            wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False
-        )
-
-    async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Answer the prompt of an ordinal ``rollout.n`` times, score the answers and shape the
-        scores.
-
-        If the estimator needs it, a greedy answer is scored as well: the group's baseline.
-        """
-        prompt = self.stream.prompt(ordinal)
-        sample_indices = range(self.config.actor_rollout_ref.rollout.n)
-        answering = [self.score_answers(prompt, sample_indices, self.train_sampling)]
-        if self.needs.baseline:
-            greedy = dataclasses.replace(self.train_sampling, temperature=0.0)
-            answering.append(self.score_answers(prompt, [GREEDY], greedy))
-        group, *greedy_group = await results_of(answering)
-        baseline = self._shaped(greedy_group[0])[0] if greedy_group else None
-        return dataclasses.replace(group, scores=self._shaped(group), baseline=baseline)
-
-    def _shaped(self, group: ScoredGroup) -> tuple[Score, ...]:
-        return tuple(map(self.shape_reward, group.scores, group.trajectories))
-
-    def looks_ahead(self, step: int) -> bool:
-        """Return whether the next step's first prompts are answered by the policy that this step
-        updates."""
-        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
-
-    def collect_ahead(self, step: int) -> Coroutine[Any, Any, CollectState] | None:
-        """Return what answers the next step's first prompts with this step's policy, if
-        ``max_staleness`` allows it."""
-        if not self.looks_ahead(step):
-            return None
-        return collect_ahead(
-            self.roll_group, self.keep_group, self.collected, self.collect_limits()
-        )
-
-    def take_ahead(self, collect_state: CollectState | None) -> None:
-        """Go on from what was collected ahead; None if nothing was."""
-        collect_state = collect_state or without_carried(self.state.collect)
-        self.state = dataclasses.replace(self.state, collect=collect_state)
-
-    # -- what is measured and shown --------------------------------------------------------------
-
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
-        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are
-        apart.
+        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
 
-        It has no meaning where the engine cuts off part of the distribution, or where answers were
-        chosen by their scores (dropped groups).
+        It has no meaning if the engine cuts off part of the distribution, if answers were chosen by
+        their scores (dropped groups), or if tokens train that the policy did not sample.
         """
-        sampling, roles = self.train_sampling, self.config.actor_rollout_ref
-        whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
-        if (
-            not whole
-            or metrics.values.get("collect/prompts_dropped")
-            or not roles.actor.state_masking
-        ):
+        sampling = self.train_sampling
+        is_whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
+        groups_dropped = metrics.values.get("collect/prompts_dropped")
+        if not is_whole or groups_dropped or batch.has("sampled_mask"):
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}

@@ -1,8 +1,7 @@
 """Dumps the tokens of chosen steps (``trainer.trace``) for the page of ``python -m results.trace``.
 
 A dump is ``<run>/trace/step_<n>.json.gz``: a few groups of the step and, for each of their tokens,
-what the batch held when it trained. Texts of tokens are part of it, so that a reader needs no
-tokenizer.
+what the batch held when it trained. It has the texts of tokens, so a reader needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.files import replacing
 from core.tracking.tracker import attempt
-from core.types import ScoredGroup, TrainBatch, Trajectory
-from reward_scores.score import Score
+from core.types import ScoredGroup, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,15 +24,8 @@ if TYPE_CHECKING:
 
 FOLDER = "trace"
 MASKS = ("response_mask", "loss_mask")
-NUMBERS = (
-    "advantages",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_prob",
-    "values",
-    "returns",
-    "rollout_is_weights",
-)
+LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_prob")
+NUMBERS = ("advantages", *LOG_PROBS, "values", "returns", "rollout_is_weights")
 
 
 def is_due(options: TraceConfig, step: int, last_step: int) -> bool:
@@ -45,16 +36,21 @@ def is_due(options: TraceConfig, step: int, last_step: int) -> bool:
 
 
 def chosen_groups(groups: Sequence[ScoredGroup], count: int) -> list[int]:
-    """Return the indices of the groups to dump: that of the lowest mean score, and ``count``
-    others.
+    """Return the groups to dump by index: that of the lowest mean score, and ``count`` others.
 
-    The others are chosen by a hash of the question, so that steps and runs show the same ones where
-    they can.
+    A hash of the question chooses the others: steps and runs show the same ones if they can.
     """
+
+    def mean_score(index: int) -> float:
+        return sum(score.value for score in groups[index].scores) / len(groups[index])
+
+    def question_hash(index: int) -> bytes:
+        return hashlib.sha256(groups[index].prompt.uid.encode()).digest()
+
     indices = range(len(groups))
-    worst = min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i]))
-    by_hash = sorted(indices, key=lambda i: hashlib.sha256(groups[i].prompt.uid.encode()).digest())
-    return [worst, *(index for index in by_hash if index != worst)][: count + 1]
+    worst = min(indices, key=mean_score)
+    others = [index for index in sorted(indices, key=question_hash) if index != worst]
+    return [worst, *others[:count]]
 
 
 def dump(
@@ -65,30 +61,23 @@ def dump(
     tokenizer: Any,
     count: int,
 ) -> None:
-    """Write the dump of a step. A disk that takes nothing costs a warning, never the run."""
+    """Write the dump of a step. A disk that refuses it costs a warning, not the run."""
     columns = batch.only(("input_ids", *MASKS, *NUMBERS)).stored
-    path = run_dir / FOLDER / f"step_{step:06d}.json.gz"
     content = {"step": step, "groups": []}
     for index in chosen_groups(groups, count):
         group = groups[index]
-        (sequences,) = (batch.group == index).nonzero(as_tuple=True)
-        trajectories = [
-            {
-                **_described(trajectory, score),
-                **_tokens(columns, span, len(trajectory.prompt_ids), tokenizer),
-            }
-            for trajectory, score, span in zip(
-                group.trajectories, group.scores, batch.spans(sequences), strict=True
-            )
-        ]
+        spans = batch.spans((batch.group == index).nonzero()[:, 0])
+        trajectories = []
+        for trajectory, score, span in zip(group.trajectories, group.scores, spans, strict=True):
+            response = slice(span.start + len(trajectory.prompt_ids), span.stop)
+            about = {"score": score.value, "parts": dict(score.parts), "status": score.status.value}
+            about |= {"stop": trajectory.stop.value, "turns": trajectory.turns}
+            trajectories.append({**about, **token_columns(columns, response, tokenizer)})
         prompt = group.prompt
-        question = prompt.messages[-1].get("content", "") if prompt.messages else ""
-        about = {
-            "uid": prompt.uid,
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-        }
-        content["groups"].append({**about, "question": question, "trajectories": trajectories})
+        about = {name: getattr(prompt, name) for name in ("uid", "data_source", "ground_truth")}
+        about["question"] = prompt.messages[-1].get("content", "") if prompt.messages else ""
+        content["groups"].append({**about, "trajectories": trajectories})
+    path = run_dir / FOLDER / f"step_{step:06d}.json.gz"
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,20 +88,14 @@ def dump(
     attempt(path, write)
 
 
-def _described(trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """Return what is said of a trajectory as a whole."""
-    about = {"score": score.value, "parts": dict(score.parts), "status": score.status.value}
-    return {**about, "stop": trajectory.stop.value, "turns": trajectory.turns}
-
-
-def _tokens(
-    columns: Mapping[str, Tensor], span: slice, prompt_length: int, tokenizer: Any
-) -> dict[str, Any]:
-    """Return the texts of a response's tokens and what the batch holds of each."""
-    response = slice(span.start + prompt_length, span.stop)
+def token_columns(columns: Mapping[str, Tensor], response: slice, tokenizer: Any) -> dict[str, Any]:
+    """Return the texts of a response's tokens and what the batch holds for each of them."""
     ids = columns["input_ids"][response].tolist()
     texts = tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
     masks = {name: columns[name][response].int().tolist() for name in MASKS}
-    kept = [name for name in NUMBERS if name in columns]
-    numbers = {name: [round(x, 5) for x in columns[name][response].tolist()] for name in kept}
+    numbers = {
+        name: [round(number, 5) for number in columns[name][response].tolist()]
+        for name in NUMBERS
+        if name in columns
+    }
     return {"tokens": texts, **masks, "numbers": numbers}

@@ -1,6 +1,6 @@
 """What every trainer has: data, models, a run, answers to questions, and validation.
 
-:class:`Trainer` has no loop. ``core/ray_trainer.py`` adds the loop of reinforcement learning, and
+:class:`Trainer` has no loop. ``core/ray_trainer.py`` adds the loop of reinforcement learning,
 ``recipes/sft`` that of fine-tuning. Starting, resuming, recording, saving and stopping belong to
 the :class:`core.run.Run` that a trainer holds.
 """
@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.config.schema import Config
-from core.data.prompts import PromptStream, load_val_prompts
+from core.data.prompts import PromptFiles, PromptStream, load_val_prompts
 from core.data.vocabulary import policy_template, with_template_date
 from core.engines.engine import SamplingParams, make_engine, sampling_params
 from core.engines.in_process_engine import InProcessEngine
-from core.errors import UnhealthyRun, memory_phase
+from core.errors import Problems, UnhealthyRun, memory_phase
 from core.learner.batching import mini_batching
 from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.reward_model import load_scoring_tokenizer
-from core.rewards.scorer_check import Known, check_scorers
+from core.rewards.scorer_check import Known, ScorerCheck
 from core.rollout.agent_loop import (
     AgentLoop,
-    Barrier,
-    Limits,
+    EpisodeLimits,
     TrajectorySampler,
-    check_examples,
+    check_example,
     make_agent_loop,
 )
-from core.rollout.collect import make_deterministic, results_of
+from core.rollout.barrier import Barrier
+from core.rollout.collect import results_of
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.loggers import progress
 from core.tracking.metrics import BusyClock
@@ -60,7 +60,8 @@ class Trainer:
         self.state = state
         self.run = Run(config, state)
         self.needs = StepNeeds.of(config)
-        self.val_sampling = sampling_params(config, config.actor_rollout_ref.rollout.val_kwargs)
+        val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+        self.val_sampling = sampling_params(config, val_kwargs)
         actor = config.actor_rollout_ref.actor
         length = config.data.max_response_length
         self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
@@ -73,11 +74,13 @@ class Trainer:
         self.stream: PromptStream | None = None
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
+        self.example_problems = Problems(shown=3)  # examples that do not suit the agent loop
+        self.scorer_check: ScorerCheck | None = None
         self.graded_answers: Known = {}  # data source -> an answer that was graded at start
         self.agent_loop: AgentLoop | None = None  # None if a trajectory is one turn
         self.workers: Workers | None = None
         self.sampler: TrajectorySampler | None = None
-        # Set by fit, for as long as it runs:
+        # Set by fit while it runs:
         self.runner: asyncio.Runner | None = None
 
     # -- starting --------------------------------------------------------------------------------
@@ -109,11 +112,11 @@ class Trainer:
     def load_data(self) -> None:
         """Load tokenizer, examples and scorers, and check that they fit. Raises InputError."""
         self.load_tokenizer()
+        self.reward = RewardLayer(self.config)
+        self.scorer_check = ScorerCheck(self.reward)
         self.stream = self.load_stream()
         self.load_questions()
-        check_examples(self.agent_loop, self.answered_examples())
-        self.reward = RewardLayer(self.config)
-        self.graded_answers = check_scorers(self.reward, self.answered_examples(), self.tokenizer)
+        self.graded_answers = self.scorer_check.finish(self.tokenizer)
 
     def load_tokenizer(self) -> None:
         """Load the tokenizer, and what turns examples into prompts and prompts into episodes."""
@@ -124,11 +127,9 @@ class Trainer:
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
 
     def load_questions(self) -> None:
-        """Load ``data.val_files``. Raises InputError."""
-        tools_of = self.agent_loop and self.agent_loop.tools_of
-        self.val_prompts = load_val_prompts(
-            self.config.data, self.tokenizer, self.modality, tools_of
-        )
+        """Load ``data.val_files``. Raises InputError, also for what the agent loop refuses."""
+        self.val_prompts = load_val_prompts(self.prompt_files())
+        self.example_problems.raise_if_any()
 
     def check_sizes(self) -> None:
         """Check the loaded data against the model's positions and the batch. Raises InputError."""
@@ -136,8 +137,7 @@ class Trainer:
         self.run.count_steps(self.stream)
 
     def set_template_date(self, template: Any) -> None:
-        """Set and record the date that a chat template writes, which stays that of the first
-        start."""
+        """Set and record the date that a chat template writes: that of the first start."""
         self.config = with_template_date(self.config, template, self.run.recorded_date())
         self.run.config = self.config
 
@@ -145,23 +145,35 @@ class Trainer:
         """Return what the steps train on."""
         raise NotImplementedError
 
-    def answered_examples(self) -> Iterable[Example | Prompt]:
-        """Return the examples that the policy answers: those of validation, and what training
-        adds."""
-        return self.val_prompts
+    def prompt_files(self) -> PromptFiles:
+        """Return what loads files of prompts, and checks each example while it loads them."""
+        return PromptFiles(
+            self.config.data,
+            self.tokenizer,
+            self.modality,
+            self.agent_loop and self.agent_loop.tools_of,
+            limit_key=self.config.prompt_limit_key,
+            visit=self.check_example,
+        )
+
+    def check_example(self, example: Example) -> None:
+        """Check an example that the policy answers: by the agent loop, and by its scorer."""
+        check_example(self.agent_loop, example, self.example_problems)
+        if self.scorer_check is not None:  # None in a trainer that only answers
+            self.scorer_check.add(example)
 
     def longest(self) -> dict[str, tuple[int, int]]:
-        """Return, by the key of their files, the tokens of the longest prompt and of what may
-        follow."""
-        lengths = {"data.train_files": self.room(self.stream.files.longest)}
+        """Return, by key of files, the tokens of the longest prompt and of what may follow."""
+        longest = {}
+        if self.stream is not None:
+            longest["data.train_files"] = self.stream.files.longest
         if self.val_prompts:
-            longest_question = max(len(prompt.token_ids) for prompt in self.val_prompts)
-            lengths["data.val_files"] = self.room(longest_question)
-        return lengths
+            longest["data.val_files"] = max(len(prompt.token_ids) for prompt in self.val_prompts)
+        return {key: (length, self.response_limit(length)) for key, length in longest.items()}
 
-    def room(self, prompt: int) -> tuple[int, int]:
-        """Return the tokens of a prompt as the policy reads it, and of what may follow it."""
-        return prompt, self.config.data.max_response_length
+    def response_limit(self, prompt_length: int) -> int:
+        """Return the most tokens behind a prompt of this length, tool output included."""
+        return self.config.data.max_response_length
 
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
@@ -176,17 +188,33 @@ class Trainer:
 
     def attach_engine(self, engine: Any) -> None:
         """Sample from this engine from now on."""
-        if (
-            self.reward is not None
-            and self.reward.in_process
-            and isinstance(engine, InProcessEngine)
-        ):
-            self.clock = BusyClock("reward", "decode")  # scoring holds up an engine of this process
         seed = self.config.trainer.seed
         self.sampler = TrajectorySampler(
             engine, self.tokenizer, seed, self.agent_loop, self.barrier
         )
-        make_deterministic(self.config, engine, self.barrier)
+        if not isinstance(engine, InProcessEngine):
+            return
+        if self.reward is not None and self.reward.in_process:
+            # Scoring in this process holds up its engine, so its seconds are counted first
+            self.clock = BusyClock("reward", "decode")
+        self.barrier.holds = self.held_results()
+        engine.before_step = self.barrier.settled if self.barrier.holds else None
+
+    def held_results(self) -> frozenset[str]:
+        """Return what an engine in this process awaits, so that a run repeats exactly.
+
+        Tools with ``multi_turn.deterministic_tools``, and scores if they decide which group is
+        begun next.
+        """
+        data = self.config.data
+        kinds = []
+        if self.config.actor_rollout_ref.rollout.multi_turn.deterministic_tools:
+            kinds.append("tools")
+        # Fewer prompts in flight than a step needs: a group begins when another one is scored
+        in_flight = data.gen_batch_size or data.train_batch_size
+        if self.config.drops_groups or in_flight < data.train_batch_size:
+            kinds.append("scores")
+        return frozenset(kinds)
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -201,7 +229,6 @@ class Trainer:
         trainer.load_tokenizer()
         try:
             trainer.load_questions()
-            check_examples(trainer.agent_loop, trainer.val_prompts)
             yield trainer
         finally:
             if trainer.agent_loop is not None:
@@ -216,8 +243,7 @@ class Trainer:
         fit into the model's positions.
         """
         longest = max(len(prompt.token_ids) for prompt in self.val_prompts)
-        lengths = {"data.val_files": self.room(longest)}
-        check_lengths(self.config, lengths)
+        check_lengths(self.config, {"data.val_files": (longest, self.response_limit(longest))})
         device = prepare_torch(self.config.trainer)
         with memory_phase("load"):
             if self.config.trainer.backend == "ray":
@@ -237,23 +263,24 @@ class Trainer:
         self, prompt: Prompt, sample_index: int, sampling: SamplingParams
     ) -> Trajectory:
         """Return one trajectory: an episode of the agent loop if there is one, else one turn."""
-        length = self.config.data.max_response_length
-        return await self.sampler.sample(
-            prompt, sample_index, sampling, Limits(length, turn=length)
+        limits = EpisodeLimits(
+            response=self.response_limit(len(prompt.token_ids)),
+            turn=self.config.data.max_response_length,
         )
+        return await self.sampler.sample(prompt, sample_index, sampling, limits)
 
     async def score_answers(
         self, prompt: Prompt, sample_indices: Iterable[int], sampling: SamplingParams
     ) -> ScoredGroup:
-        """Return a scored answer for each sample index; each is scored while others still
-        decode."""
+        """Return a scored answer for each sample index; scoring begins while others decode."""
 
         async def scored_answer(sample_index: int) -> tuple[Trajectory, Score]:
             with self.clock.busy("decode"):
                 trajectory = await self.generate(prompt, sample_index, sampling)
             with self.clock.busy("reward"):
-                scoring = self.barrier.run("scores", lambda: self.reward.score(prompt, trajectory))
-                score = await scoring
+                score = await self.barrier.run(
+                    "scores", lambda: self.reward.score(prompt, trajectory)
+                )
             return trajectory, score.keeping_raw()
 
         answers = await results_of(map(scored_answer, sample_indices))
@@ -263,24 +290,24 @@ class Trainer:
     # -- updates ---------------------------------------------------------------------------------
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Take the critic's optimizer steps, and the policy's from step ``trainer.critic_warmup``
-        on.
+        """Take the optimizer steps of the critic, if there is one, and of the policy.
 
-        As in verl. The policy's own warm-up begins with its first step.
+        As in verl, the policy trains from step ``trainer.critic_warmup`` on. Its own warm-up begins
+        with its first step.
         """
         self.run.updating = True
-        step = metrics.step
         config = self.config
-        first_step = 1
+        total_steps = self.run.total_steps
+        first_policy_step = 1
         if self.needs.critic:
-            first_step = max(1, config.trainer.critic_warmup)
-            lr_multiplier = multiplier(config.critic.optim, step - 1, self.run.total_steps)
+            first_policy_step = max(1, config.trainer.critic_warmup)
+            lr_multiplier = multiplier(config.critic.optim, metrics.step - 1, total_steps)
             with metrics.time("update_critic"):
                 mini_batches = self.critic_mini_batches(batch)
                 metrics.add(self.workers.update_critic(mini_batches, lr_multiplier))
-        if step >= first_step:
+        if metrics.step >= first_policy_step:
             optim = config.actor_rollout_ref.actor.optim
-            lr_multiplier = multiplier(optim, step - first_step, self.run.total_steps)
+            lr_multiplier = multiplier(optim, metrics.step - first_policy_step, total_steps)
             with metrics.time("update_actor"):
                 mini_batches = self.actor_mini_batches(batch)
                 metrics.add(self.workers.update_actor(mini_batches, lr_multiplier))
@@ -294,22 +321,24 @@ class Trainer:
         """
         trainer = self.config.trainer
         step = self.run.step
-        first = trainer.val_only or (trainer.val_before_train and step == 0)
-        if self.val_prompts and (first or self.run.lacks_validation()):
-            metrics = StepMetrics(step)
-            self.validate(metrics)
-            record = self.run.tracker.log if first else self.run.tracker.amend
-            record(metrics)
+        is_first = trainer.val_only or (trainer.val_before_train and step == 0)
+        if not self.val_prompts or not (is_first or self.run.lacks_validation()):
+            return
+        metrics = StepMetrics(step)
+        self.validate(metrics)
+        if is_first:
+            self.run.tracker.log(metrics)
+        else:
+            self.run.tracker.amend(metrics)
 
     def validate_and_complete(self, metrics: StepMetrics) -> None:
-        """Validate where due, and hand the step to the run, also if the validation stops or
-        fails."""
+        """Validate if due, and complete the step, also if the validation stops or fails."""
         failure = None
-        due = self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state)
-        if self.val_prompts and due:
+        is_due = self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state)
+        if self.val_prompts and is_due:
             try:
                 self.validate(metrics)
-            except UnhealthyRun:  # weights that must not be saved
+            except UnhealthyRun:  # these weights must not be saved
                 raise
             except Exception as error:
                 failure = error
@@ -317,7 +346,7 @@ class Trainer:
         if failure is not None:
             raise failure
 
-    async def evaluate(self) -> Sequence[ScoredGroup]:
+    async def answer_val_prompts(self) -> Sequence[ScoredGroup]:
         """Answer and score the validation prompts; no hook that shapes or filters is called.
 
         Raises StopRequested once the run is asked to stop.
@@ -326,31 +355,32 @@ class Trainer:
 
         async def answer(prompt: Prompt) -> ScoredGroup:
             group = await self.score_answers(prompt, sample_indices, self.val_sampling)
-            answered()
+            count_prompt()
             return group
 
-        with progress("validation", len(self.val_prompts), "prompt") as answered:
+        with progress("validation", len(self.val_prompts), "prompt") as count_prompt:
             answering = map(answer, self.val_prompts)
             return await results_of(answering, lambda: self.run.stop.requested)
 
     def validate(self, metrics: StepMetrics) -> None:
-        """Answer every validation prompt ``val_kwargs.n`` times and record what was right."""
+        """Answer every validation prompt ``val_kwargs.n`` times and record the scores."""
         step = metrics.step
+        tracker = self.run.tracker
         with metrics.time("testing"):
-            groups = self.runner.run(self.evaluate())
+            groups = self.runner.run(self.answer_val_prompts())
         self.reward.failures.stop_if_none_is_graded(groups)
         metrics.add(self.reward.usage("perf/val_judge"))
         metrics.add(self.reward.failures.rate("reward/val_failed_rate"))
-        self.clock.take()  # validation is one part of the step's time
+        self.clock.take()  # the seconds of validation are in timing_s/testing
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))
         if self.agent_loop is not None:
-            counts = self.agent_loop.metrics().items()
-            of_steps = "timing_s/"
-            metrics.add({f"val-{k}": v for k, v in counts if not k.startswith(of_steps)})
-        self.run.tracker.log_validation(step, records)
+            for name, value in self.agent_loop.metrics().items():
+                if not name.startswith("timing_s/"):
+                    metrics.add({f"val-{name}": value})
+        tracker.log_validation(step, records)
         rows = generation_rows(step, groups, self.tokenizer)
-        last = self.config.trainer.val_only or self.run.is_last(step, self.state)
-        self.run.tracker.log_samples(step, rows, last)
-        printed = self.config.reward_model.val_num_examine
-        self.run.tracker.show(step, rows, printed, "validation_data_dir")
+        is_last = self.config.trainer.val_only or self.run.is_last(step, self.state)
+        tracker.log_samples(step, rows, is_last)
+        printed_answers = self.config.reward_model.val_num_examine
+        tracker.show(step, rows, printed_answers, "validation_data_dir")

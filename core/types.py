@@ -1,9 +1,10 @@
-"""The values that flow through the loop, and the one alignment rule. Imports no torch: scorers and
-reports use it too.
+"""The values that flow through the loop, and the one alignment rule.
 
-Axes, which a tensor's name carries: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P *
-G`` sequences, ``N`` tokens of all sequences, one sequence after another; padded to the longest
-sequence a tensor is ``[B, T]``.
+This file imports no torch at its head: scorers and reports use it too.
+
+A tensor's name ends with its axes: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G``
+sequences, ``N`` tokens of all sequences, one sequence after another. Padded to the longest sequence
+a tensor is ``[B, T]``.
 
 **Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob
 is ``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token
@@ -51,7 +52,7 @@ class Stop(str, Enum):
 class Prompt:
     """One question, tokenised once."""
 
-    # Its number in the order of drawing; with the run's seed it decides sampling seeds and all else
+    # Its number in the order of drawing, which with the run's seed decides its sampling seeds
     ordinal: int
     uid: str  # names the example, so that the same question can be paired across runs
     token_ids: tuple[int, ...]
@@ -60,7 +61,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
-    # core.vision.pictures.Pictures, in the order of their placeholders in ``token_ids``; None: none
+    # core.vision.pictures.Pictures in the order of their placeholders in token_ids, or None
     media: Any = None
     # A tag such as <think> that the prompt's end opens and the policy has to close
     opened_tag: str | None = None
@@ -89,10 +90,9 @@ class Trajectory:
     seed: int
     turns: int = 1
     tool_calls: int = 0
-    # What a simulated user gave the policy's turns, in their order
-    user_scores: tuple[float, ...] = ()
-    tool_rewards: tuple[float, ...] = ()  # what tools gave the policy's calls, in their order
-    failure: str = ""  # why it has no score whatever it says: a simulated user failed, for example
+    user_scores: tuple[float, ...] = ()  # a simulated user's, of the policy's turns in their order
+    tool_rewards: tuple[float, ...] = ()  # tools', of the policy's calls in their order
+    failure: str = ""  # why it cannot be scored: a simulated user failed, for example
 
     def __post_init__(self) -> None:
         dtypes = {
@@ -109,8 +109,10 @@ class Trajectory:
             raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
-        """Return a short text: asyncio of Python 3.11 formats a step's groups, which took longer
-        than collecting."""
+        """Return a short text.
+
+        asyncio of Python 3.11 formats a step's groups, which took longer than collecting them.
+        """
         return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property
@@ -151,11 +153,10 @@ class ScoredGroup:
 
 @dataclass(frozen=True, eq=False)
 class Dropped:
-    """What is kept of a group that did not pass: the oldest policy version among its samples, and
-    their tokens."""
+    """What is left of a group that did not pass."""
 
-    version: int
-    tokens: int
+    version: int  # the oldest policy version among its samples
+    tokens: int  # of its samples
 
 
 def token_field(phase: str) -> Any:
@@ -164,15 +165,13 @@ def token_field(phase: str) -> Any:
 
 
 def sequence_field(phase: str) -> Any:
-    """Declare a field of a batch with one entry for each of its B sequences, which ``phase``
-    sets."""
+    """Declare a field of a batch with one entry for each of B sequences, which ``phase`` sets."""
     return field(init=False, metadata={"axes": "B", "phase": phase})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
-    """What a step trains on: the tokens of all sequences, one sequence after another, without
-    padding.
+    """What a step trains on: the tokens of all sequences, one after another, without padding.
 
     Phases set fields with :meth:`adding`. A field that is read before its phase has set it raises
     an error that names the phase; :meth:`has` tells which are set. Two phases replace a field:
@@ -206,7 +205,7 @@ class TrainBatch:
     # As the engine reported them
     rollout_log_probs: Tensor = token_field("make_batch")
     # True where the policy sampled the token, if that is not response_mask
-    sampled_mask: Tensor = token_field("make_batch, without state masking")
+    sampled_mask: Tensor = token_field("make_batch, if tokens train that nobody sampled")
     # Score of the greedy answer to the sequence's prompt
     baseline: Tensor = sequence_field("make_batch, for an estimator with a greedy baseline")
     # The learner's log-probs before the step's first update
@@ -229,8 +228,7 @@ class TrainBatch:
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError for a field that is not set, which names the phase that sets
-            it."""
+            """Raise AttributeError, which names the phase that sets the field."""
             if name not in BATCH_FIELDS:
                 raise AttributeError(f"TrainBatch has no field {name!r}")
             phase = BATCH_FIELDS[name].metadata["phase"]
@@ -245,11 +243,11 @@ class TrainBatch:
         return int(self.lengths.sum())
 
     def has(self, name: str) -> bool:
-        """Return whether a field is set."""
+        """Return whether a field is set. Raises KeyError for a name that is no field's."""
         return BATCH_FIELDS[name].name in vars(self)
 
     def optional(self, name: str) -> Tensor | None:
-        """Return a field, or None where it is not set."""
+        """Return a field, or None if it is not set."""
         return getattr(self, name) if self.has(name) else None
 
     @property
@@ -279,73 +277,75 @@ class TrainBatch:
         return self._with(stored)
 
     def only(self, names: Collection[str]) -> TrainBatch:
-        """Return a batch that has no other fields than these: what a process reads, and is sent."""
+        """Return a batch with these fields alone: those that a process is sent and reads."""
         kept = {*names, "group"} if self.media else names
         return self._with({name: value for name, value in self.stored.items() if name in kept})
 
     def rows(self, index: Any) -> TrainBatch:
-        """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every
-        field that is set.
+        """Return the sequences of ``index``: a slice, a list, or a tensor of numbers.
 
-        Tokens of neighbours are a view of this batch.
+        Tokens of neighbouring sequences are a view of this batch.
         """
         import torch
 
         rows = torch.arange(len(self), device=self.lengths.device)[index]
-        spans, neighbours = self.spans(rows), bool((rows.diff() == 1).all())
+        spans = self.spans(rows)
+        are_neighbours = bool((rows.diff() == 1).all())
 
-        def chosen(value: Tensor, axes: str) -> Tensor:
+        def select(value: Tensor, axes: str) -> Tensor:
             if axes == "B":
                 return value[rows]
-            if neighbours and spans:
+            if not spans:
+                return value[:0]
+            if are_neighbours:
                 return value[spans[0].start : spans[-1].stop]
-            # Copied sequence by sequence: an index of every token would take 8 bytes each, and ten
-            # times as long.
-            return torch.cat([value[span] for span in spans]) if spans else value[:0]
+            # An index of every token would take 8 bytes for each, and ten times as long
+            return torch.cat([value[span] for span in spans])
 
-        return self._map(chosen, self.lengths[rows])
+        return self._map(select, self.lengths[rows])
 
     def spans(self, rows: Tensor) -> list[slice]:
         """Return where the tokens of each of these sequences are in a field of tokens."""
-        ends = self.lengths.cumsum(0)
-        return [
-            slice(*both)
-            for both in zip((ends - self.lengths)[rows].tolist(), ends[rows].tolist(), strict=True)
-        ]
+        ends_B = self.lengths.cumsum(0)
+        starts = (ends_B - self.lengths)[rows].tolist()
+        ends = ends_B[rows].tolist()
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Write values of the tokens of these sequences, in their order, to their places in a
-        tensor of all tokens."""
-        for span, part in zip(
-            self.spans(rows), values.split(self.lengths[rows].tolist()), strict=True
-        ):
-            target_N[span] = part
+        """Write the values of these sequences' tokens to their places in a tensor of all tokens."""
+        values_by_sequence = values.split(self.lengths[rows].tolist())
+        for span, sequence_values in zip(self.spans(rows), values_by_sequence, strict=True):
+            target_N[span] = sequence_values
 
     def blank_row(self) -> TrainBatch:
-        """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields
-        of this batch."""
-        blank = self._map(
-            lambda value, axes: value.new_zeros(2 if axes == "N" else 1),
-            self.lengths.new_full((1,), 2),
-        )
+        """Return a batch of one sequence: two tokens that nobody wrote and that weigh nothing."""
+
+        def zeros(value: Tensor, axes: str) -> Tensor:
+            return value.new_zeros(2 if axes == "N" else 1)
+
+        blank = self._map(zeros, self.lengths.new_full((1,), 2))
         return blank._with(blank.stored, media={})
 
     def to(self, device: Any) -> TrainBatch:
+        """Return the batch on a device."""
         lengths = self.lengths.to(device, non_blocking=True)
         return self._map(lambda value, axes: value.to(device, non_blocking=True), lengths)
 
-    def _map(self, f: Callable[[Tensor, str], Tensor], lengths: Tensor) -> TrainBatch:
-        """Return a batch whose fields are ``f(field, axes)`` and whose sequences have
-        ``lengths``."""
-        axes = {name: BATCH_FIELDS[name].metadata["axes"] for name in self.stored}
-        stored = {name: f(value, axes[name]) for name, value in self.stored.items()}
+    def _map(self, change: Callable[[Tensor, str], Tensor], lengths: Tensor) -> TrainBatch:
+        """Return a batch of sequences with ``lengths`` whose fields are ``change(field, axes)``."""
+        stored = {
+            name: change(value, BATCH_FIELDS[name].metadata["axes"])
+            for name, value in self.stored.items()
+        }
         return self._with(stored, lengths=lengths)
 
     def _with(self, stored: Mapping[str, Tensor], **changes: Any) -> TrainBatch:
-        """Return a batch with exactly the fields ``stored``; ``changes`` are arguments of the
-        class."""
-        same = {"lengths": self.lengths, "pad_id": self.pad_id, "media": self.media}
-        batch = TrainBatch(**{**same, **changes})
+        """Return a batch with exactly the fields ``stored``.
+
+        ``changes`` are arguments of the class, which are this batch's otherwise.
+        """
+        arguments = {"lengths": self.lengths, "pad_id": self.pad_id, "media": self.media}
+        batch = TrainBatch(**{**arguments, **changes})
         vars(batch).update(stored)
         return batch
 
@@ -374,14 +374,13 @@ class TrainBatch:
 
 
 def pad(value_N: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
-    """Return [B, T] of the tokens of B sequences, padded on the right to the longest;
-    differentiable."""
+    """Return [B, T]: the tokens of B sequences, padded on the right; differentiable."""
     mask_BT = token_places(lengths_B)
     return value_N.new_full(mask_BT.shape, fill).masked_scatter(mask_BT, value_N)
 
 
 def token_places(lengths_B: Tensor) -> Tensor:
-    """Return [B, T] bool: where padded sequences of these lengths have tokens."""
+    """Return [B, T] bool: True where padded sequences of these lengths have tokens."""
     import torch
 
     longest = int(lengths_B.max()) if len(lengths_B) else 0
@@ -389,7 +388,9 @@ def token_places(lengths_B: Tensor) -> Tensor:
 
 
 BATCH_FIELDS = {
-    part.name: part for part in dataclasses.fields(TrainBatch) if "phase" in part.metadata
+    declared.name: declared
+    for declared in dataclasses.fields(TrainBatch)
+    if "phase" in declared.metadata
 }
 
 
@@ -411,8 +412,7 @@ class StepMetrics:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Record ``timing_s/<phase>``, also where the phase raises; a failed allocation raises
-        OutOfMemory."""
+        """Record ``timing_s/<phase>``, also if the phase raises. Raises OutOfMemory."""
         start = time.perf_counter()
         try:
             with memory_phase(phase):

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.data.parquet import Example, ExampleFile, Problems, sha256_of
+from core.data.parquet import Example, ExampleFile, sha256_of
 from core.data.prompts import Encoder
 from core.data.vocabulary import ChatError
-from core.errors import InputError, printable
+from core.errors import InputError, Problems, printable
 
 
 @dataclass

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.data.parquet import ExampleFile, Problems, sha256_of
-from core.errors import InputError
+from core.data.parquet import ExampleFile, sha256_of
+from core.errors import InputError, Problems
 from core.files import replacing
 
 

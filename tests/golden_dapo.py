@@ -9,7 +9,7 @@ from typing import Any
 
 from core.config import compose
 from core.errors import InputError
-from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect
+from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect_groups
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from recipes.dapo.dapo_ray_trainer import SAME, RayDAPOTrainer
 from reward_scores.score import Score
@@ -143,7 +143,7 @@ def _collected(
         return group([Score(1.0), Score(-1.0 if ordinal % size < batch else 1.0)], ordinal)
 
     try:
-        done = asyncio.run(collect(roll, trainer().keep_group, CollectState(start), limits))
+        done = asyncio.run(collect_groups(roll, trainer().keep_group, CollectState(start), limits))
     except Exhausted:
         return None
     return [each.prompt.ordinal for each in done.groups]

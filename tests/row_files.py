@@ -18,7 +18,6 @@ DEFAULTS = dict(
     reward_fn_key="data_source",
     image_key="images",
     max_prompt_length=512,
-    max_start_length=None,
     filter_overlong_prompts=False,
     filter_overlong_prompts_workers=1,
     truncation="error",

@@ -44,7 +44,7 @@ LAYERS = (
     ("algorithm", "checkpoint", "data", "tracking"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files", "model_shapes", "secret_keys", "dry_run"),
+    ("types", "errors", "files", "model_shapes", "secret_keys", "dry_run", "graceful_stop"),
 )
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {

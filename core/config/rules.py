@@ -137,13 +137,6 @@ def passes_hold_a_sequence(config: Config) -> Broken:
             yield f"{section}.ppo_max_token_len_per_gpu", rule, fix
 
 
-def episodes_fit(config: Config) -> Broken:
-    limit = config.data.max_prompt_length
-    if config.data.max_start_length is not None and config.data.max_start_length > limit:
-        rule = f"must be at most data.max_prompt_length={limit}, which holds prompt and episode"
-        yield "data.max_start_length", rule, "lower it, or leave it out"
-
-
 # --- the objective ---
 
 
@@ -272,10 +265,6 @@ def places_fit(config: Config) -> Broken:
 def who_plays_episodes(config: Config) -> Broken:
     options = config.actor_rollout_ref.rollout.multi_turn
     loop = config.actor_rollout_ref.rollout.agent_loop
-    if config.plays_episodes and loop is None:
-        rule = "the trainer of this recipe plays episodes"
-        fix = "leave it out, or name a loop: tool_agent, path/file.py:Class"
-        yield f"{ROLLOUT}.agent_loop", rule, fix
     if options.enable and loop != registry.TOOL_AGENT:
         rule = "and multi_turn.enable=True both name who plays episodes"
         yield f"{ROLLOUT}.agent_loop", rule, "leave one out"
@@ -364,7 +353,7 @@ def what_engines_change(config: Config) -> Broken:
 
 PROBLEMS = (
     *(schedules_have_an_end, the_critic, batches_are_whole, parts_divide_ranks),
-    *(passes_hold_a_sequence, episodes_fit, answers_are_compared),
+    *(passes_hold_a_sequence, answers_are_compared),
     *(bypassing_reads_no_old_log_probs, stale_samples_are_weighed, training_samples_the_policy),
     *(validation_can_answer, a_checkpoint_is_named, vllm_draws_at_the_temperature, places_fit),
     *(who_plays_episodes, scorers_are_there, the_judge_is_reached),

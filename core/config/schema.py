@@ -42,7 +42,6 @@ from core.config.section import (
 )
 from core.config.training_keys import (
     ANSWERS,
-    EPISODES,
     OVER_RAY,
     ActorConfig,
     AlgorithmConfig,
@@ -147,7 +146,13 @@ class RolloutConfig(Section):
     agent_loop: AgentLoop | None = key(
         None, "plays episodes; null: tool agent with multi_turn.enable, else one turn"
     )
-    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
+    multi_turn: MultiTurnConfig = key(
+        MultiTurnConfig(),
+        used_if=Condition(
+            lambda c, own: c.actor_rollout_ref.rollout.agent_loop is not None,
+            "needs actor_rollout_ref.rollout.agent_loop",
+        ),
+    )
 
 
 class ActorRolloutRefConfig(Section):
@@ -384,7 +389,8 @@ class Config(Section):
 
     # Facts of a recipe. Its subclass may override them, also by a property that reads keys.
     generates: ClassVar[bool] = True  # a step collects answers; False: it trains on files
-    plays_episodes: ClassVar[bool] = False  # the recipe's trainer does, instead of an agent loop
+    # The key of the data section that limits the tokens of a prompt
+    prompt_limit_key: ClassVar[str] = "max_prompt_length"
     drops_groups: ClassVar[bool] = False  # a step leaves groups out, so that more prompts are drawn
     needs_engine: ClassVar[bool] = True  # something is answered, in a step or in a validation
     # Role -> a model whose log-probs the recipe reads

@@ -45,13 +45,6 @@ KLKind = Literal[*registry.KL_KINDS]
 
 # When keys have an effect
 OVER_RAY = Condition(lambda c, section: c.trainer.backend == "ray", "needs trainer.backend=ray")
-EPISODES = Condition(
-    lambda c, section: c.actor_rollout_ref.rollout.agent_loop is not None,
-    "needs actor_rollout_ref.rollout.agent_loop",
-)
-SEARCHES = Condition(
-    lambda c, section: c.plays_episodes, "the trainer of this recipe does not search"
-)
 ANSWERS = Condition(lambda c, section: c.needs_engine, "nothing is answered in this run")
 ADAPTERS = beside("lora_rank")
 BY_NUMBER = beside("use_dynamic_bsz", False)
@@ -69,12 +62,8 @@ class DataConfig(Section):
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
     image_key: str = key("images", "column that holds a prompt's pictures, one for each <image>")
     reward_fn_key: str = key("data_source", "column of the data source, which chooses the scorer")
-    max_prompt_length: Count = key(512, "tokens of the prompt; search: of prompt and episode")
-    max_response_length: Count = key(512, "tokens of the answer with tools'; search: of a turn")
-    max_start_length: Count | None = key(
-        None, "search episodes: prompt's tokens; null: max_prompt_length", SEARCHES
-    )
-    max_obs_length: Count = key(500, "search episodes: tokens of what a search returns", SEARCHES)
+    max_prompt_length: Count = key(512, "tokens of the prompt")
+    max_response_length: Count = key(512, "tokens of the answer with tools'")
     train_batch_size: Count = key(1024, "prompts a step")
     gen_batch_size: Count | None = key(
         None, "most prompts in flight", follows="data.train_batch_size"
@@ -220,9 +209,6 @@ class ActorConfig(LearnerConfig):
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: NonNegative = key(0.001, "coefficient of that KL", beside("use_kl_loss"))
     kl_loss_type: KLKind = key("low_var_kl", "estimator of that KL", beside("use_kl_loss"))
-    state_masking: bool = key(
-        True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES
-    )
     tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages")
     tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages")
     freeze_vision_tower: bool = key(False, "the part that reads pictures does not train")

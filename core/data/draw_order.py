@@ -1,9 +1,8 @@
-"""Seeds by hashing, and ordinal -> example as a pure function: epoch by epoch, each in an order of
-its own.
+"""Seeds by hashing, and the order in which ordinals draw examples: another one in each epoch.
 
-There is no loader state: what a run needs to go on is the next ordinal. Consecutive seeds are never
-handed out, because engines expand a seed ``s`` into ``s``, ``s + 1``, ..., so that neighbours would
-share samples.
+Both are pure functions, so there is no loader state: a run goes on from the next ordinal.
+Consecutive seeds are never handed out, because engines expand a seed ``s`` into ``s``, ``s + 1``,
+..., so that neighbours would share samples.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ SEED_BITS = 63  # non-negative in every signed 64-bit seed (torch, numpy, vLLM)
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """Return a seed in ``[0, 2**63)`` for this purpose and these numbers (of any size, negative
-    ones too)."""
+    """Return a seed in ``[0, 2**63)`` for this purpose and these numbers, which may be negative."""
     text = ",".join([purpose, *(str(int(number)) for number in numbers)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
@@ -44,8 +42,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 
 class DrawOrder:
-    """The example that each ordinal draws, of ``length`` ones, which ``shuffle`` permutes anew each
-    epoch.
+    """The example of ``length`` that each ordinal draws; ``shuffle`` permutes them in each epoch.
 
     An epoch's tail runs on into the next epoch, so that a batch may span two of them and no example
     is left out.
@@ -53,10 +50,10 @@ class DrawOrder:
 
     def __init__(self, length: int, seed: int, shuffle: bool = True):
         self.length = length
-        # Two epochs: a batch may span an epoch's end, and ordinals are drawn again after it.
-        self._epoch = lru_cache(maxsize=2)(
-            lambda epoch: permutation(length, seed, 0, 0, epoch) if shuffle else np.arange(length)
-        )
+        self.seed = seed
+        self.shuffle = shuffle
+        # Two epochs: a batch may span an epoch's end, and ordinals are drawn again after it
+        self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
     def index(self, ordinal: int) -> int:
         """Return the number of the example."""
@@ -64,3 +61,8 @@ class DrawOrder:
             raise ValueError(f"an ordinal of the training order starts at 0, got {ordinal}")
         epoch, index = divmod(ordinal, self.length)
         return int(self._epoch(epoch)[index])
+
+    def _order_of_epoch(self, epoch: int) -> np.ndarray:
+        if self.shuffle:
+            return permutation(self.length, self.seed, 0, 0, epoch)
+        return np.arange(self.length)

@@ -1,5 +1,4 @@
-"""Values of examples that JSON lacks, in a form that it can hold: parquet also holds bytes, dates
-and decimals.
+"""Bytes, dates and decimals, which parquet holds and JSON lacks, in a form that JSON can hold.
 
 What scores recorded answers has to get the ground truth that training gives. Text that only looks
 like a date stays text. Names of code are not restored, only the values that are listed here.
@@ -13,12 +12,13 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
-KIND, TEXT = "value of kind", "as"  # keys of the object that stands for such a value
+# Keys of the object that stands for such a value
+KIND = "value of kind"
+TEXT = "as"
 
 
 def to_json(value: Any) -> Any:
-    """Return a value with an object of KIND and TEXT in place of each part that JSON cannot
-    hold."""
+    """Return a value with an object of KIND and TEXT for each part that JSON cannot hold."""
     if isinstance(value, Mapping):
         return {name: to_json(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -1,15 +1,12 @@
-"""Examples of the one data schema (verl's), read from parquet or JSON lines: a line of a file each,
-checked.
+"""Examples of the one data schema (verl's), read and checked: rows of parquet or JSON lines.
 
-=============
-==========================================================================================
+=============  =====================================================================================
 data_source    which scorer scores the answer (the column that ``data.reward_fn_key`` names)
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 images         optional: the prompt's pictures, a list (``data.image_key``)
-=============
-==========================================================================================
+=============  =====================================================================================
 
 A parquet file stays a columnar Arrow table and JSON lines stay bytes; an example becomes Python
 objects when it is drawn. Lines are parsed one by one, without types for a column: every value is
@@ -25,7 +22,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from core.data.vocabulary import Message
-from core.errors import InputError
+from core.errors import InputError, Problems
 from core.files import file_sha256, is_url, local_path
 from core.vision.pictures import MediaError, StoredPicture, stored_picture
 
@@ -47,38 +44,8 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files that hold an exa
 LINE_RULE = "a line is not one JSON object in UTF-8"
 LINE_FIX = "mend the line, write one object a line, or convert the file to UTF-8"
 LINE_ERRORS = (ValueError, RecursionError)
+CHAT_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 BATCH = 1024  # examples of a large file that are Python objects at a time
-
-
-@dataclass
-class Problems:
-    """Collects everything that is wrong before anything is raised."""
-
-    found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
-    shown: int = 10
-
-    def add(
-        self, where: str, rule: str, fix: str, row: int | str | None = None, value: str = ""
-    ) -> None:
-        """Add one. ``where`` is a file or a key; rows that break the same rule share a line."""
-        entries = self.found.setdefault((where, rule, fix), [])
-        if row is not None:
-            entries.append(f"{row}: {value}" if value else str(row))
-
-    def lines(self) -> list[str]:
-        lines = []
-        for (where, rule, fix), rows in self.found.items():
-            more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
-            noun = "row" if len(rows) == 1 else "rows"
-            which = (
-                f" in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more})" if rows else ""
-            )
-            lines.append(f"{where}: {rule}{which}; {fix}")
-        return lines
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise InputError(self.lines())
 
 
 @dataclass(frozen=True)
@@ -133,10 +100,9 @@ def _hash(value: Any) -> str:
 
 
 class ExampleFile:
-    """The examples of one file, a path or a URL. The keys are the columns that the ``data`` section
-    names.
+    """The examples of one file, a path or a URL, whose keys are those of the ``data`` section.
 
-    Raises InputError when it is missing, empty, not readable, or lacks a column.
+    Raises InputError if the file is missing, empty, not readable, or lacks a column.
     """
 
     def __init__(
@@ -146,23 +112,26 @@ class ExampleFile:
         reward_fn_key: str = "data_source",
         image_key: str = "images",
     ):
-        self.path, self.prompt_key, self.reward_fn_key = str(path), prompt_key, reward_fn_key
+        self.path = str(path)
+        self.prompt_key = prompt_key
+        self.reward_fn_key = reward_fn_key
         self.image_key = image_key
-        here = Path(local_path(self.path, "data")).expanduser()
-        where = self.path if is_url(self.path) else str(here)
-        if not here.is_file():
-            rule = "is a folder" if here.is_dir() else "does not exist"
+        local = Path(local_path(self.path, "data")).expanduser()
+        where = self.path if is_url(self.path) else str(local)
+        if not local.is_file():
+            rule = "is a folder" if local.is_dir() else "does not exist"
             raise InputError([f"{where}: the file {rule}; {MAKE_ONE}"])
         required = {
             prompt_key: "data.prompt_key",
             reward_fn_key: "data.reward_fn_key",
             "reward_model": "the schema",
         }
-        # A table, or a list of lines, neither of which is Python objects yet
-        if here.suffix.lower() in JSON_LINES:
-            self._stored: Any = read_lines(where, here, required)
+        # A list of lines that are not parsed yet, or a columnar table
+        if local.suffix.lower() in JSON_LINES:
+            self._stored: Any = read_lines(where, local, required)
         else:
-            self._stored = _read_table(where, here, required, ("extra_info", image_key, *MEDIA))
+            optional = ("extra_info", image_key, *MEDIA)
+            self._stored = _read_table(where, local, required, optional)
         if len(self) == 0:
             raise InputError([f"{where}: the file has no rows; {MAKE_ONE}"])
 
@@ -170,7 +139,7 @@ class ExampleFile:
         return len(self._stored)
 
     def example(self, number: int) -> Example:
-        """Return the example of this number. Raises InputError where it breaks the schema."""
+        """Return the example of this number. Raises InputError if it breaks the schema."""
         problems = Problems()
         example = self._checked(self._rows(number, 1)[0], number, problems)
         problems.raise_if_any()
@@ -201,6 +170,7 @@ class ExampleFile:
         number: int,
         problems: Problems,
     ) -> Example | None:
+        """Return a row's example; None if it breaks the schema, which is added to ``problems``."""
         is_line = isinstance(raw, bytes)
         if is_line:
             try:
@@ -208,31 +178,44 @@ class ExampleFile:
             except LINE_ERRORS as error:
                 problems.add(self.path, LINE_RULE, LINE_FIX, number, str(error))
                 return None
-        bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
-        media: list[StoredPicture] = []
-        if others := [name for name in MEDIA if name != self.image_key and raw.get(name)]:
-            fix = "leave the column out, or name it in data.image_key if it holds pictures"
-            bad.append((f"column {others[0]!r} holds media, which nothing here reads", fix, ""))
-        pictures = raw.get(self.image_key) or []
-        if not isinstance(pictures, list):
-            fix = "write one for each <image> in the prompt"
-            rule = f"{self.image_key} must be a list of pictures"
-            bad.append((rule, fix, type(pictures).__name__))
-            pictures = []
+        faults = list(_faults(raw, self.prompt_key, self.reward_fn_key))
+        pictures: list[StoredPicture] = []
         try:
-            media += map(stored_picture, pictures)
+            pictures = self._stored_pictures(raw)
         except MediaError as error:
-            bad.append((error.rule, error.fix, error.value))
-        for rule, fix, value in bad:
+            faults.append((error.rule, error.fix, error.value))
+        for rule, fix, value in faults:
             problems.add(self.path, rule, fix, number, value)
-        if bad:
+        if faults:
             return None
-        prompt, reward = raw[self.prompt_key], raw["reward_model"]
+        prompt = raw[self.prompt_key]
         if not isinstance(prompt, str):
             prompt = tuple(message_of(stored, nested=not is_line) for stored in prompt)
-        gold, style = reward.get("ground_truth"), reward.get("style") or "rule"
-        source, facts = raw[self.reward_fn_key], raw.get("extra_info") or {}
-        return Example(self.path, number, source, prompt, gold, facts, style, tuple(media))
+        reward = raw["reward_model"]
+        return Example(
+            file=self.path,
+            number=number,
+            data_source=raw[self.reward_fn_key],
+            prompt=prompt,
+            ground_truth=reward.get("ground_truth"),
+            extra_info=raw.get("extra_info") or {},
+            style=reward.get("style") or "rule",
+            media=tuple(pictures),
+        )
+
+    def _stored_pictures(self, raw: Mapping[str, Any]) -> list[StoredPicture]:
+        """Return a row's pictures. Raises MediaError."""
+        for name in MEDIA:
+            if name != self.image_key and raw.get(name):
+                rule = f"column {name!r} holds media, which nothing here reads"
+                fix = "leave the column out, or name it in data.image_key if it holds pictures"
+                raise MediaError(rule, fix)
+        pictures = raw.get(self.image_key) or []
+        if not isinstance(pictures, list):
+            rule = f"{self.image_key} must be a list of pictures"
+            fix = "write one for each <image> in the prompt"
+            raise MediaError(rule, fix, type(pictures).__name__)
+        return [stored_picture(cell) for cell in pictures]
 
 
 def message_of(stored: Mapping[str, Any], *, nested: bool) -> Message:
@@ -274,12 +257,12 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
-    return found
+    """Return a JSON object of these pairs. Raises ValueError for a key that comes twice."""
+    keys = [key for key, _ in pairs]
+    for key in keys if len(set(keys)) < len(keys) else ():
+        if keys.count(key) > 1:
+            raise ValueError(f"the key {key!r} stands there twice")
+    return dict(pairs)
 
 
 def read_lines(where: str, path: Path, required: Mapping[str, str]) -> list[bytes]:
@@ -326,33 +309,33 @@ def _check_columns(where: str, required: Mapping[str, str], names: Collection[st
         raise InputError([f"{where}: {rule}: rename a column or set the key"])
 
 
-def _findings(
+def _faults(
     raw: Mapping[str, Any], prompt_key: str, source_key: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield what breaks the schema, at most one finding a column: the rule, the fix, the value that
-    breaks it."""
-    source, reward, extra = raw.get(source_key), raw.get("reward_model"), raw.get("extra_info")
+    """Yield rule, fix and value of what breaks the schema, at most one fault a column."""
+    source = raw.get(source_key)
     if not isinstance(source, str) or not source:
         rule = f"{source_key} must be a non-empty string"
         yield rule, "name the data set, its scorer is looked up by it", repr(source)
-    if finding := _prompt_finding(raw.get(prompt_key)):
-        rule, value = finding
+    if fault := _prompt_fault(raw.get(prompt_key)):
+        rule, value = fault
         yield f"{prompt_key} {rule}", "see core/data/parquet.py, or leave the row out", value
+    reward = raw.get("reward_model")
     if not isinstance(reward, dict):
         rule = "reward_model must hold style and ground_truth"
         yield rule, "the answer goes to reward_model.ground_truth", type(reward).__name__
-    elif reward.get("ground_truth") is None and (style := reward.get("style") or "rule") != "model":
-        rule = "reward_model.ground_truth must be given where the style is not 'model'"
-        yield rule, "fill it or leave the row out", f"style {style!r}"
+    elif reward.get("ground_truth") is None:
+        style = reward.get("style") or "rule"
+        if style != "model":
+            rule = "reward_model.ground_truth must be given where the style is not 'model'"
+            yield rule, "fill it or leave the row out", f"style {style!r}"
+    extra = raw.get("extra_info")
     if extra is not None and not isinstance(extra, dict):
-        yield (
-            "extra_info must be a struct",
-            "make it one, or leave the column out",
-            type(extra).__name__,
-        )
+        rule = "extra_info must be a struct"
+        yield rule, "make it one, or leave the column out", type(extra).__name__
 
 
-def _prompt_finding(value: Any) -> tuple[str, str] | None:
+def _prompt_fault(value: Any) -> tuple[str, str] | None:
     """Return what a prompt must be and what it is; None for a good one."""
     if not isinstance(value, str | list | None):
         return "must be a string or a list of messages", type(value).__name__
@@ -360,13 +343,11 @@ def _prompt_finding(value: Any) -> tuple[str, str] | None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return "must hold messages with role and content", repr(message)[:60]
-        content, called = (
-            message.get("content"),
-            message["role"] == "assistant" and message.get("tool_calls"),
-        )
-        if not isinstance(content, str) and not (called and content is None):
+        content = message.get("content")
+        makes_calls = message["role"] == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not (makes_calls and content is None):
             return "must hold text, with <image> for a picture", type(content).__name__
-    if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(?:role|content)"\s*:', value):
+    if isinstance(value, str) and CHAT_AS_TEXT.match(value):
         return "must not be a chat that was written as text", value[:60]
     if not any((message.get("content") or "").strip() for message in messages):
         return "must not be empty", ""

@@ -1,10 +1,9 @@
-"""Prompt number ``ordinal`` as a pure function of the seed and the ordinal: files checked and
-measured when loaded.
+"""Prompts by ordinal: which example an ordinal draws, and the token ids of its prompt.
 
-What an example must hold is in ``core/data/parquet.py``, which one an ordinal draws in
-``core/data/draw_order.py``. Data that reward functions make up while training runs is not
-supported: an example is a function of its ordinal, and that is what makes a resumed run equal to an
-uninterrupted one.
+A prompt is a function of the run's seed and its ordinal, which makes a resumed run equal to an
+uninterrupted one. So data that reward functions make up while training runs is not supported. What
+an example must hold is in ``core/data/parquet.py``, the order of drawing in
+``core/data/draw_order.py``, the way from text to ids in ``core/data/encoder.py``.
 """
 
 from __future__ import annotations
@@ -12,50 +11,40 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from core.data.draw_order import DrawOrder, permutation
-from core.data.parquet import Example, ExampleFile, Problems
-from core.data.vocabulary import (
-    MARK,
-    ChatError,
-    Message,
-    has_template,
-    template_arguments,
-    template_of,
-)
-from core.errors import InputError
+from core.data.encoder import Encoder, Text, chat_of
+from core.data.parquet import Example, ExampleFile
+from core.data.vocabulary import ChatError, template_arguments
+from core.errors import InputError, Problems
 from core.types import Prompt
-from core.vision.pictures import TEXT, MediaError, Modality, Pictures
+from core.vision.pictures import TEXT, MediaError, Modality
 
 log = logging.getLogger(__name__)
-Text = str | Sequence[Message]  # a prompt as the data has it
-SUBSET = -2  # keeps this permutation apart from those of the order
+SUBSET = -2  # keeps the permutation that chooses examples apart from those of the order
 CHAT_FIX = "mend the roles, or set another chat template"
-FIRST_TAG = re.compile(r"\s*<([a-zA-Z][\w-]*)>")
-LAST_TAG = re.compile(r"<([a-zA-Z][\w-]*)>\s*\Z")
-TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
-# (sizes of the files) -> the numbers of the examples to take of each one
+# Sizes of the files -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
-# The schemas of tools of which an example's prompt tells the policy
+# The schemas of the tools that an example's prompt describes
 ToolsOf = Callable[[Example], Sequence[Any]]
-# Of an example that can be drawn: the place of its file, its row there, the tokens of its prompt
-# before it is cut, and hashes of the question's content, of its name in the data (of its content
-# where it has none), of its words
+# Called once, while files load, for each example that can be drawn
+Visit = Callable[[Example], None]
+# Of an example that can be drawn: its file's place, its row there, the tokens of its prompt before
+# it is cut, and hashes of the question's content, of its name (of its content if it has none), and
+# of its words
 MEASURES = np.dtype("int64, int64, int64, uint64, uint64, uint64")
 MEASURES.names = ("file", "number", "length", "content", "name", "question")
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
-    """Return the ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head, ``middle`` both
-    ends.
+    """Return the ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head.
 
-    ``middle`` keeps ``limit // 2`` of the head (verl's ``postprocess_data``). Raises ValueError for
-    ``error``.
+    ``middle`` keeps ``limit // 2`` of the head and the rest of the tail (verl's
+    ``postprocess_data``). Raises ValueError for ``error``.
     """
     if len(ids) <= limit:
         return list(ids)
@@ -63,12 +52,8 @@ def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
     if mode not in heads:
         raise ValueError(f"a prompt of {len(ids)} tokens is longer than {limit}")
     head = heads[mode]
-    return [*ids[:head], *ids[len(ids) - (limit - head) :]]
-
-
-def chat_of(prompt: Text) -> tuple[Message, ...]:
-    """Return a prompt as messages: a plain string is the user's words."""
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+    tail = limit - head
+    return [*ids[:head], *ids[len(ids) - tail :]]
 
 
 def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
@@ -76,7 +61,7 @@ def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
 
     It has 64 bits and is the same in every process, unlike Python's own.
     """
-    words = [(each["role"], (each.get("content") or "").split()) for each in chat_of(prompt)]
+    words = [(turn["role"], (turn.get("content") or "").split()) for turn in chat_of(prompt)]
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8)
     for picture in pictures:
         digest.update(hashlib.blake2b(picture).digest())
@@ -84,158 +69,37 @@ def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
 
 
 def warn_of_trained_questions(
-    trained: Mapping[str, Iterable[int]],
-    prompts: Iterable[Prompt],
+    trained: Mapping[str, Iterable[int]], prompts: Iterable[Prompt]
 ) -> None:
     """Warn if prompts of the validation ask what is trained on.
 
     ``trained`` is the path of a file -> hashes of the questions that training draws from it.
     """
-    asked = []
+    questions = []
     for prompt in prompts:
         pictures = prompt.media.pictures if prompt.media else ()
-        asked.append(question_hash(prompt.messages, (each.data for each in pictures)))
-    shared = {path: set(asked).intersection(questions) for path, questions in trained.items()}
-    everywhere = set().union(*shared.values())
-    if not everywhere:
-        return
-    total = sum(each in everywhere for each in asked)
-    log.warning(
-        "data.val_files: %d of %d questions are trained on, in %s; leave them out of "
-        "data.train_files, or read their accuracy as memory",
-        total,
-        len(asked),
-        ", ".join(path for path, found in shared.items() if found),
-    )
-
-
-class Encoder:
-    """Turns prompts into ids with one tokenizer and one set of template arguments.
-
-    A chat goes through the chat template with a generation prompt. If its last message is the
-    assistant's, the policy goes on with that message instead (a prefilled beginning such as
-    ``<think>``). A plain string is encoded as it is, with the special tokens that the tokenizer
-    adds by default (BOS, where it has one).
-
-    ``modality`` is how the model reads prompts. ``tools`` are the schemas that a prompt tells the
-    policy of: the chat template writes them, so that a plain string becomes a user's message where
-    there is a template.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        template_kwargs: Mapping[str, Any] | None = None,
-        modality: Modality = TEXT,
-    ):
-        self.tokenizer, self.modality = tokenizer, modality
-        self.template_kwargs = dict(template_kwargs or {})
-        self.has_template = has_template(tokenizer, self.template_kwargs)
-        self._written_roles: set[str] = set()  # whose text the template is known to write
-
-    def encode(
-        self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None
-    ) -> list[int]:
-        """Return the ids of a prompt, neither cut nor padded, one for each token of its media.
-
-        Raises ChatError where the template refuses a chat, InputError where there is no template,
-        MediaError for pictures without places or places without pictures.
-        """
-        text = prompt if media is None else media.mark(prompt)
-        plain = isinstance(text, str) and not (tools and self.has_template)
-        if not plain:
-            chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
-            text = self.render(
-                chat, **({"tools": list(tools)} if tools and self.has_template else {})
-            )
-        # A template writes its special tokens itself: none are added to a chat.
-        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
-        if plain and ids and ids[-1] == self.tokenizer.eos_token_id:
-            # Some tokenizers append it: the policy would have to write after its end
-            ids = ids[:-1]
-        return ids if media is None else media.expand(ids)
-
-    def render(self, chat: Sequence[Message], **arguments: Any) -> str:
-        """Return the chat as one string, ready for tokens to follow. Raises ChatError, and
-        InputError as encode."""
-        if not self.has_template:
-            rule = "the tokenizer has no chat template, and the data holds chats"
-            fix = (
-                "set actor_rollout_ref.model.custom_chat_template, or write the prompts as "
-                "plain strings"
-            )
-            raise InputError([f"{rule}; {fix}"])
-
-        def written(messages: Sequence[Message], begun: bool) -> str:
-            options = {"add_generation_prompt": not begun, "continue_final_message": begun}
-            render = template_of(self.tokenizer, {**options, **self.template_kwargs})
-            return render(messages, **arguments)
-
-        last, whole = chat[-1], "continue_final_message" in self.template_kwargs
-        begun = last["role"] == "assistant"
-        if not begun or whole or len(chat) == 1 or not isinstance(last.get("content"), str):
-            return written(chat, begun)
-        try:
-            continued = written(chat, True)
-        except ChatError:
-            continued = ""  # the template drops the beginning, as R1's does a closed thought
-        return begin_answer(written(chat[:-1], False), last["content"], continued)
-
-    def opened_tag(self, prompt: Text, ids: Sequence[int]) -> str | None:
-        """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None
-        without one.
-
-        A template or a plain string opens one by ending with it, a begun answer by beginning with
-        it.
-        """
-        match = LAST_TAG.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
-        if match is None and len(prompt) > 1 and not isinstance(prompt, str):
-            begun = prompt[-1].get("content") or ""
-            if prompt[-1]["role"] == "assistant":
-                match = FIRST_TAG.match(begun) or LAST_TAG.search(self.render(prompt[:-1]))
-            if match is not None and f"</{match[1]}>" in begun:
-                return None
-        return f"<{match[1]}>" if match else None
-
-    def check_roles(self, prompt: Text) -> None:
-        """Raise ChatError for a role of the chat whose text the template leaves out without an
-        error."""
-        for number, message in enumerate([] if isinstance(prompt, str) else prompt):
-            role = message["role"]
-            if role not in self._written_roles and isinstance(message.get("content"), str):
-                marked = self.render(
-                    [*prompt[:number], {**message, "content": MARK}, *prompt[number + 1 :]]
-                )
-                if marked and MARK not in marked:  # no text at all is another problem
-                    raise ChatError(f"it leaves out the text of role {role}")
-                self._written_roles.add(role)
-
-
-def begin_answer(asked: str, begun: str, continued: str) -> str:
-    """Return the prompt that ends with the beginning of an answer.
-
-    ``asked`` is the chat up to the answer, ``continued`` what the chat template makes of both. That
-    stands unless it leaves out either, or writes a closed thought in front of the beginning (Qwen3,
-    GLM 4.5). Then the beginning follows ``asked``, as if the policy had written it.
-    """
-    between = continued[len(asked) : len(continued) - len(begun)]
-    is_whole = continued.startswith(asked) and continued.endswith(begun)
-    if is_whole and not re.search(r"</[a-zA-Z][\w-]*>\s*\Z", between):
-        return continued
-    tag, opened = FIRST_TAG.match(begun), LAST_TAG.search(asked)
-    if tag and opened and tag[1] == opened[1]:  # both open it
-        asked = asked[: opened.start()]
-    return asked + begun
+        questions.append(question_hash(prompt.messages, (picture.data for picture in pictures)))
+    shared = {path: set(questions).intersection(hashes) for path, hashes in trained.items()}
+    trained_questions = set().union(*shared.values())
+    if trained_questions:
+        log.warning(
+            "data.val_files: %d of %d questions are trained on, in %s; leave them out of "
+            "data.train_files, or read their accuracy as memory",
+            sum(question in trained_questions for question in questions),
+            len(questions),
+            ", ".join(path for path, hashes in shared.items() if hashes),
+        )
 
 
 class PromptFiles:
     """Loads files and makes prompts of their examples. ``config`` is the ``data`` section.
 
     An example's ``uid`` is the name that the data gives the question, ``source/split/index``, so
-    that runs whose prompts are worded differently can still be paired. Where the data gives none,
-    it is a hash of source, prompt and ground truth; where the loaded files give one name to
-    different questions, the hash is added to the name. Copies of an example share their uid.
-    Lengths are those of prompts with their tools.
+    that runs with differently worded prompts can be paired. Without a name it is a hash of source,
+    prompt and ground truth. If the loaded files give one name to different questions, the hash is
+    added to the name. Copies of an example share their uid.
+
+    A prompt has at most the tokens of the key ``data.<limit_key>``, its tools included.
     """
 
     def __init__(
@@ -244,57 +108,80 @@ class PromptFiles:
         tokenizer: Any,
         modality: Modality = TEXT,
         tools_of: ToolsOf | None = None,
+        *,
+        limit_key: str = "max_prompt_length",
+        visit: Visit = lambda example: None,
     ):
-        self.config, self.tools_of = config, tools_of or (lambda _: ())
-        self.limited_by = (
-            "max_prompt_length" if config.max_start_length is None else "max_start_length"
-        )
-        self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
-        self.encoder = Encoder(tokenizer, template_arguments(config), modality)
+        self.config = config
+        self.modality = modality
+        self.tools_of = tools_of or (lambda _: ())
+        self.limit_key = limit_key
+        self.limit: int = getattr(config, limit_key)
+        self.visit = visit
+        self.encoder = Encoder(tokenizer, template_arguments(config))
         self.files: list[ExampleFile] = []
         # Of the examples that can be drawn, in the order of the files
         self.measured = np.zeros(0, MEASURES)
         self.first: dict[str, Example] = {}  # data source -> its first example
-        self._lengths: dict[Any, int] = {}  # by prompt and tools
-        self._ambiguous: frozenset[int] = frozenset()
+        # With load(keep=True): each example that can be drawn, with the ids of its prompt
+        self.kept: list[tuple[Example, np.ndarray]] = []
+        # While files load: the ids of prompts, by prompt and tools
+        self._ids: dict[Any, np.ndarray] = {}
+        self._ambiguous_names: frozenset[int] = frozenset()
 
-    def load(self, paths: Iterable[str], choose: Choose) -> None:
-        """Open, check and measure the files. Raises InputError with every problem of all of
-        them."""
+    def load(self, paths: Iterable[str], choose: Choose, *, keep: bool = False) -> None:
+        """Read, check and measure the files. Raises InputError with every problem of all of them.
+
+        Every example is parsed once, and equal prompts are tokenised once.
+        """
+        config = self.config
         errors: list[str] = []
-        for path in paths:  # one that is listed twice counts twice, as in verl
+        for path in paths:  # a path that is listed twice counts twice, as in verl
             try:
-                keys = self.config.prompt_key, self.config.reward_fn_key, self.config.image_key
+                keys = config.prompt_key, config.reward_fn_key, config.image_key
                 self.files.append(ExampleFile(path, *keys))
             except InputError as error:
                 errors += error.problems
         if errors:
             raise InputError(errors)
-        problems, chosen = Problems(), choose([len(file) for file in self.files])
-        rows = [self._measure(place, numbers, problems) for place, numbers in enumerate(chosen)]
+        problems = Problems()
+        chosen = choose([len(file) for file in self.files])
         measured = [
-            self._fitting(file, some, problems) for file, some in zip(self.files, rows, strict=True)
+            self._measure(place, numbers, problems, keep) for place, numbers in enumerate(chosen)
         ]
         problems.raise_if_any()
+        self._ids.clear()
         self.measured = np.concatenate(measured)
-        self._lengths.clear()
-        names, counts = np.unique(
-            np.unique(self.measured[["name", "content"]])["name"], return_counts=True
-        )
-        self._ambiguous = frozenset(names[counts > 1].tolist())
+        questions = np.unique(self.measured[["name", "content"]])
+        names, counts = np.unique(questions["name"], return_counts=True)
+        self._ambiguous_names = frozenset(names[counts > 1].tolist())
 
     def __len__(self) -> int:
         """Return the number of examples that can be drawn."""
         return len(self.measured)
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest prompt that can be drawn, as it is cut."""
+        return min(self.limit, int(self.measured["length"].max(initial=0)))
+
+    def questions(self) -> Mapping[str, Sequence[int]]:
+        """Return, by path, hashes of the questions that can be drawn."""
+        questions: dict[str, list[int]] = {}
+        for place, question in self.measured[["file", "question"]].tolist():
+            questions.setdefault(self.files[place].path, []).append(question)
+        return questions
+
     def prompt(self, index: int, ordinal: int) -> Prompt:
         """Return the prompt of the ``index``-th example that can be drawn."""
         row = self.measured[index]
         example = self.files[row["file"]].example(int(row["number"]))
-        media = self.encoder.modality.read_media(example.media)
-        ids = self.encoder.encode(example.prompt, self.tools_of(example), media)
+        return self.make_prompt(example, self._encode(example), ordinal)
+
+    def make_prompt(self, example: Example, ids: Sequence[int], ordinal: int) -> Prompt:
+        """Return the prompt of an example with these ids."""
         uid = example.name or example.content_hash
-        if example.name is not None and int(example.name_hash, 16) in self._ambiguous:
+        if example.name is not None and int(example.name_hash, 16) in self._ambiguous_names:
             uid = f"{example.name}/{example.content_hash}"
         return Prompt(
             ordinal=ordinal,
@@ -305,95 +192,88 @@ class PromptFiles:
             data_source=example.data_source,
             extra_info=example.extra_info,
             style=example.style,
-            media=media or None,
+            media=self._media(example) or None,
             opened_tag=self.encoder.opened_tag(example.prompt, ids),
         )
 
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest prompt that can be drawn, as it is cut."""
-        return min(self.limit, int(self.measured["length"].max(initial=0)))
+    def _media(self, example: Example, *, decode: bool = False) -> Any:
+        """Return the example's pictures; None for a model of text alone. Raises MediaError."""
+        if example.media or self.modality.reads_media:
+            return self.modality.read_media(example.media, decode=decode)
+        return None
 
-    def questions(self) -> Mapping[str, Sequence[int]]:
-        """Return, by path, hashes of the questions that can be drawn."""
-        found: dict[str, list[int]] = {}
-        for place, question in self.measured[["file", "question"]].tolist():
-            found.setdefault(self.files[place].path, []).append(question)
-        return found
+    def _encode(self, example: Example, *, decode: bool = False) -> list[int]:
+        """Return the ids of an example's prompt; ``decode`` reads its pictures to their end."""
+        media = self._media(example, decode=decode)
+        return self.encoder.encode(example.prompt, self.tools_of(example), media)
 
-    def examples(self) -> Iterator[Example]:
-        """Yield every example that can be drawn, file by file."""
-        for place, file in enumerate(self.files):
-            yield from file.examples(
-                Problems(), self.measured["number"][self.measured["file"] == place]
-            )
+    def _measure(
+        self, place: int, numbers: np.ndarray, problems: Problems, keep: bool
+    ) -> np.ndarray:
+        """Return the measures of a file's examples that can be drawn, and visit each of them."""
+        file = self.files[place]
+        limit = f"data.{self.limit_key}={self.limit} tokens"
+        rows = []
+        lengths = []
+        for example in file.examples(problems, numbers):
+            ids = self._checked_ids(example, problems)
+            if ids is None:
+                continue
+            lengths.append(len(ids))
+            if len(ids) > self.limit and not self._takes_longer(example, ids, problems):
+                continue
+            self.first.setdefault(example.data_source, example)
+            question = question_hash(example.prompt, (data for data, _ in example.media))
+            hashes = int(example.content_hash, 16), int(example.name_hash, 16), question
+            rows.append((place, example.number, len(ids), *hashes))
+            self.visit(example)
+            if keep:
+                self.kept.append((example, ids))
+        measured = np.array(rows, dtype=MEASURES)
+        too_long = sum(length > self.limit for length in lengths)
+        if lengths and too_long == len(lengths) and self.config.filter_overlong_prompts:
+            rule = f"all {too_long} prompts are longer than {limit}"
+            problems.add(file.path, rule, f"raise it: the shortest has {min(lengths)}")
+        questions = len(np.unique(measured["content"]))
+        text = f"{len(measured)} of {len(file)} rows, {questions} different questions"
+        if too_long:
+            cut = int((measured["length"] > self.limit).sum())
+            text += f", {too_long - cut} left out and {cut} cut as longer than {limit}"
+        longest = measured["length"].max(initial=0)
+        log.info("%s: %s, longest prompt %d tokens", file.path, text, longest)
+        return measured
 
-    def _measure(self, place: int, numbers: np.ndarray, problems: Problems) -> np.ndarray:
-        """Return the measures of a file's examples; a prompt that cannot be read is a problem."""
-        found = []
-        for example in self.files[place].examples(problems, numbers):
-            if length := self._length(example, problems):
-                self.first.setdefault(example.data_source, example)
-                hashes = int(example.content_hash, 16), int(example.name_hash, 16)
-                question = question_hash(example.prompt, (data for data, _ in example.media))
-                found.append((place, example.number, length, *hashes, question))
-        return np.array(found, dtype=MEASURES)
-
-    def _length(self, example: Example, problems: Problems) -> int | None:
-        """Return the tokens of a prompt; None where it cannot be read, which is a problem. Copies
-        are read once."""
-        tools = self.tools_of(example)
-        key = example.prompt_hash, repr(tools)
+    def _checked_ids(self, example: Example, problems: Problems) -> np.ndarray | None:
+        """Return the ids of a prompt; None if it cannot be used, which is a problem."""
+        key = example.prompt_hash, repr(self.tools_of(example))
         try:
-            if key not in self._lengths:
-                media = self.encoder.modality.read_media(example.media, decode=True)
+            if key not in self._ids:
                 self.encoder.check_roles(example.prompt)
-                self._lengths[key] = len(self.encoder.encode(example.prompt, tools, media))
-            if self._lengths[key]:
-                return self._lengths[key]
-            rule, fix, value = "a prompt has no tokens", "leave the row out", ""
+                ids = self._encode(example, decode=True)
+                self._ids[key] = np.array(ids, np.int32)
+            if len(self._ids[key]):
+                return self._ids[key]
+            problem = "a prompt has no tokens", "leave the row out", ""
         except ChatError as error:
-            rule, fix, value = "the chat template refuses a prompt", CHAT_FIX, str(error)
+            problem = "the chat template refuses a prompt", CHAT_FIX, str(error)
         except MediaError as error:
-            rule, fix, value = error.rule, error.fix, error.value
+            problem = error.rule, error.fix, error.value
+        rule, fix, value = problem
         problems.add(example.file, rule, fix, example.number, value)
         return None
 
-    def _fitting(self, file: ExampleFile, rows: np.ndarray, problems: Problems) -> np.ndarray:
-        """Leave out what is too long, or report it, as the configuration has it; log what became of
-        the file."""
-        too_long, bound = (
-            rows[rows["length"] > self.limit],
-            f"data.{self.limited_by}={self.limit} tokens",
-        )
-        filters, cuts = self.config.filter_overlong_prompts, self.config.truncation != "error"
-        kept = rows[rows["length"] <= self.limit] if filters else rows
-        if len(rows) and not len(kept):
-            rule = f"all {len(rows)} prompts are longer than {bound}"
-            problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
-        for row in [] if filters else too_long:
-            # Nothing cuts pictures.
-            if not cuts or (
-                self.encoder.modality.reads_media and file.example(int(row["number"])).media
-            ):
-                choices = (
-                    "data.filter_overlong_prompts=True or, without media, data.truncation=left"
-                )
-                rule, fix = (
-                    f"a prompt is longer than {bound}",
-                    (f"raise it (tools' schemas count), or set {choices}"),
-                )
-                problems.add(file.path, rule, fix, row["number"], f"{row['length']} tokens")
-        cut, out = (0, len(too_long)) if filters else (len(too_long), 0)
-        shown = (
-            f"{len(kept)} of {len(file)} rows, {len(np.unique(kept['content']))} different "
-            f"questions"
-        )
-        shown += f", {out} left out and {cut} cut as longer than {bound}" if len(too_long) else ""
-        log.info(
-            "%s: %s, longest prompt %d tokens", file.path, shown, kept["length"].max(initial=0)
-        )
-        return kept
+    def _takes_longer(self, example: Example, ids: np.ndarray, problems: Problems) -> bool:
+        """Return whether a prompt over the limit is drawn, cut; add a problem if it must not be."""
+        if self.config.filter_overlong_prompts:
+            return False
+        if self.config.truncation == "error" or example.media:  # nothing cuts pictures
+            rule = f"a prompt is longer than data.{self.limit_key}={self.limit} tokens"
+            fix = (
+                "raise it (tools' schemas count), or set data.filter_overlong_prompts=True or, "
+                "without media, data.truncation=left"
+            )
+            problems.add(example.file, rule, fix, example.number, f"{len(ids)} tokens")
+        return True
 
 
 class PromptStream:
@@ -401,35 +281,33 @@ class PromptStream:
 
     ``config`` is the ``data`` section, whose own ``seed`` goes before ``trainer.seed``. ``files``
     load and hold what an ordinal draws: prompts, or what a recipe trains on in their place. With
-    ``keeps_tail`` the last step draws what is left of the last epoch. Raises InputError: every
+    ``keeps_tail`` the last step draws what is left of the last epoch. Raises InputError with every
     problem of every file.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: Any,
-        seed: int,
-        files: Any = None,
-        *,
-        modality: Modality = TEXT,
-        tools_of: ToolsOf | None = None,
-        keeps_tail: bool = False,
-    ):
+    def __init__(self, config: Any, files: Any, seed: int, *, keeps_tail: bool = False):
+        self.config = config
+        self.files = files
+        self.seed = int(seed if config.seed is None else config.seed)
         self.keeps_tail = keeps_tail
-        self.config, self.seed = config, int(seed if config.seed is None else config.seed)
-        self.files = PromptFiles(config, tokenizer, modality, tools_of) if files is None else files
         self.files.load(config.train_files, self._choose)
         self._order = DrawOrder(len(self.files), self.seed, bool(config.shuffle))
 
     def _choose(self, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Choose ``data.train_max_samples`` examples of all files together, by the seed if
-        ``data.shuffle``."""
-        total, ends, most = sum(sizes), np.cumsum(sizes), self.config.train_max_samples or -1
-        order = permutation(total, self.seed, SUBSET) if self.config.shuffle else np.arange(total)
-        chosen = np.sort(order[:most]) if most > 0 else np.arange(total)
-        parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
-        return [part - (end - size) for part, end, size in zip(parts, ends, sizes, strict=True)]
+        """Choose ``data.train_max_samples`` examples of all files together.
+
+        They are the first ones, or with ``data.shuffle`` chosen by the seed.
+        """
+        total = sum(sizes)
+        ends = np.cumsum(sizes)
+        chosen = np.arange(total)
+        if (self.config.train_max_samples or -1) > 0:
+            if self.config.shuffle:
+                chosen = permutation(total, self.seed, SUBSET)
+            chosen = np.sort(chosen[: self.config.train_max_samples])
+        by_file = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
+        starts = ends - np.array(sizes)
+        return [numbers - start for numbers, start in zip(by_file, starts, strict=True)]
 
     def __len__(self) -> int:
         """Return the prompts in an epoch."""
@@ -454,28 +332,29 @@ class PromptStream:
         return epochs * (len(self) // batch_size)
 
 
-def load_val_prompts(
-    config: Any, tokenizer: Any, modality: Modality = TEXT, tools_of: ToolsOf | None = None
-) -> list[Prompt]:
+def load_val_prompts(files: PromptFiles) -> list[Prompt]:
     """Return the validation prompts, file by file; none without ``data.val_files``.
 
-    ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark
-    beside a large one does not vanish. The choice follows from ``data.seed`` alone (0 where it is
-    null): runs with different ``trainer.seed`` answer the same questions. The i-th example of the
-    files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are its own in every
-    validation.
+    ``data.val_max_samples`` keeps that many examples of each file, so that a small benchmark beside
+    a large one does not vanish. The choice follows from ``data.seed`` alone (0 if it is null): runs
+    with different ``trainer.seed`` answer the same questions. The i-th example of the files has
+    ordinal ``-1 - i``, whatever is left out, so that it has sampling seeds of its own.
     """
-    seed, most = int(config.seed or 0), config.val_max_samples or -1
+    config = files.config
     if not config.val_files:
         return []
+    seed = int(config.seed or 0)
+    most = config.val_max_samples or -1
 
     def choose(sizes: Sequence[int]) -> list[np.ndarray]:
-        # Seeded by the size and not by the file's place, so a file keeps its choice when another is
-        # added.
-        return [np.sort(permutation(n, seed, SUBSET, n)[: most if most > 0 else n]) for n in sizes]
+        # Seeded by the size, not by the file's place: a file keeps its choice if another is added
+        orders = [permutation(size, seed, SUBSET, size) for size in sizes]
+        return [np.sort(order[:most] if most > 0 else order) for order in orders]
 
-    files = PromptFiles(config, tokenizer, modality, tools_of)
-    files.load(config.val_files, choose)
+    files.load(config.val_files, choose, keep=True)
     starts = np.cumsum([0, *map(len, files.files)])
-    ordinals = (-1 - starts[files.measured["file"]] - files.measured["number"]).tolist()
-    return [files.prompt(index, ordinal) for index, ordinal in enumerate(ordinals)]
+    positions = (starts[files.measured["file"]] + files.measured["number"]).tolist()
+    return [
+        files.make_prompt(example, ids.tolist(), -1 - position)
+        for (example, ids), position in zip(files.kept, positions, strict=True)
+    ]

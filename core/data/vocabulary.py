@@ -26,8 +26,7 @@ REPLACEMENT = "\ufffd"
 
 
 def writable(text: str) -> str:
-    """Return the text with the replacement character for each half of a surrogate pair and each
-    NUL.
+    """Return the text with the replacement character for half surrogate pairs and NULs.
 
     No tokenizer takes half a pair and no file holds one; a NUL ends the text in what reads C
     strings.
@@ -49,8 +48,7 @@ def known_ids(tokenizer: Any) -> np.ndarray | None:
 
 
 def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
-    """Return the ids below ``size`` that are not ``known`` (of :func:`known_ids`), [unknown]
-    int64."""
+    """Return the ids below ``size`` that :func:`known_ids` does not know, [unknown] int64."""
     if known is None:
         return np.zeros(0, np.int64)
     unknown = np.ones(size, np.bool_)
@@ -59,22 +57,22 @@ def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
 
 
 def end_ids(tokenizer: Any, generation: Any = None) -> frozenset[int]:
-    """Return the ids that end a turn: the tokenizer's end of sequence, those of the model's
-    generation config (``generation``, which may have several), and what the chat template writes
-    behind an assistant's message.
+    """Return the ids that end a turn.
+
+    They are the tokenizer's end of sequence, those of the model's ``generation`` config, and what
+    the chat template writes behind an assistant's message.
     """
-    named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
-    lists = [ids if isinstance(ids, (list, tuple)) else [ids] for ids in named]
-    return frozenset(
-        int(i) for ids in [*lists, template_ends(tokenizer).values()] for i in ids if i is not None
-    )
+    ids = list(template_ends(tokenizer).values())
+    for source in (tokenizer, generation):
+        eos = getattr(source, "eos_token_id", None)
+        ids += eos if isinstance(eos, list | tuple) else [eos]
+    return frozenset(int(token_id) for token_id in ids if token_id is not None)
 
 
 def template_ends(
     tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
-    """Return the token, with its id, by which the chat template ends a last message of the
-    assistant; {} without."""
+    """Return token -> id of what ends an assistant's last message in the chat template, or {}."""
     kwargs = {**(template_kwargs or {}), "add_generation_prompt": False}
     if not has_template(tokenizer, kwargs):
         return {}
@@ -93,11 +91,8 @@ def has_template(tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def whole_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the tokens that no text is split into: special and added ones."""
-    added = {
-        str(token): number
-        for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
-    }
-    return {token: number for token, number in added.items() if token.strip()}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): number for number, token in added.items() if str(token).strip()}
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -127,8 +122,7 @@ def clock_arguments(day: str | None) -> dict[str, Any]:
 
 
 def policy_template(data: Any, tokenizer: Any) -> Any:
-    """Return the chat template of the policy: that of the ``data`` section, else the
-    tokenizer's."""
+    """Return the policy's chat template: that of the ``data`` section, else the tokenizer's."""
     template = data.apply_chat_template_kwargs.get("chat_template")
     return template or getattr(tokenizer, "chat_template", None)
 
@@ -192,8 +186,10 @@ def _read_call(call: Any) -> Any:
 
 
 def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
-    """Return what the template writes behind an assistant's text that these messages follow. Raises
-    ChatError."""
+    """Return what the template writes behind an assistant's text before these messages.
+
+    Raises ChatError.
+    """
     until_assistant = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
     _, mark, after = render([*until_assistant, *messages], **arguments).partition(MARK)
     if not mark:
@@ -211,7 +207,7 @@ def replies_behind(render: Render, role: str, texts: Sequence[str]) -> str:
 
 
 def check_replies(render: Render, role: str, count: int) -> None:
-    """Raise ChatError where the template cannot write so many messages of a role."""
+    """Raise ChatError if the template cannot write so many messages of a role."""
     written = replies_behind(render, role, [MARK] * count).count(MARK)
     if written != count:
         texts = f"of the texts of {count} message(s) of role {role!r}"

@@ -7,7 +7,7 @@ memory splits it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from core.algorithm.losses import loss_weights
 from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
 from core.data.draw_order import permutation
-from core.types import ScoredGroup, TrainBatch, Trajectory
+from core.types import ScoredGroup, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig
@@ -25,58 +25,46 @@ if TYPE_CHECKING:
 SHUFFLE_SEED = 42  # of a step's trajectories, as verl's data_loader_seed
 
 
-def make_batch(
-    groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True
-) -> TrainBatch:
-    """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups, without
-    padding.
+def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
+    """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups.
 
     A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every
     denominator. An answer that could not be graded is out of its group's statistics too; one that
-    was cut short is not. Where the greedy answer could not be graded its group has no baseline, and
-    all of it is left out. Without ``state_masking`` what tools wrote is trained on as if the policy
-    had written it: Search-R1's ablation.
+    was cut short is not. If the greedy answer could not be graded, its group has no baseline, and
+    all of it is left out.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
-
-    def flat(of_response: Callable[[Trajectory], Any], dtype: type) -> Tensor:
-        """Return [N]: the values of each response behind a zero for each token of its prompt."""
-        parts = (
-            part for t in trajectories for part in (np.zeros(len(t.prompt_ids)), of_response(t))
-        )
-        return torch.from_numpy(np.concatenate([*parts], dtype=dtype, casting="unsafe"))
-
+    group_sizes = torch.tensor([len(group) for group in groups])
+    ids, masks, log_probs = [], [], []
+    for trajectory in trajectories:
+        prompt_length = len(trajectory.prompt_ids)
+        ids += [trajectory.prompt_ids, trajectory.response_ids]
+        masks += [np.zeros(prompt_length, np.bool_), trajectory.response_mask]
+        log_probs += [np.zeros(prompt_length, np.float32), trajectory.logprobs]
     lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
-    ids = np.concatenate(
-        [part for t in trajectories for part in (t.prompt_ids, t.response_ids)], dtype=np.int32
+    response_mask = torch.from_numpy(np.concatenate(masks))
+    lacks_baseline_P = torch.tensor(
+        [group.baseline is not None and group.baseline.left_out for group in groups]
     )
-    sampled = flat(lambda t: t.response_mask, np.bool_)
-    response_mask = (
-        sampled if state_masking else flat(lambda t: np.ones(len(t.response_ids)), np.bool_)
-    )
-    sizes = torch.tensor([len(group) for group in groups])
-    no_baseline = [group.baseline is not None and group.baseline.left_out for group in groups]
-    errored = torch.tensor([score.left_out for score in scores])
-    errored |= torch.tensor(no_baseline).repeat_interleave(sizes)
-    live = torch.tensor([not score.masked for score in scores]) & ~errored
+    is_ungraded = torch.tensor([score.left_out for score in scores])
+    is_ungraded |= lacks_baseline_P.repeat_interleave(group_sizes)
+    carries_loss = ~torch.tensor([score.masked for score in scores]) & ~is_ungraded
     baseline = None
     if all(group.baseline is not None for group in groups):
-        baseline = torch.tensor(
-            [g.baseline.value for g in groups], dtype=torch.float32
-        ).repeat_interleave(sizes)
+        baseline_P = torch.tensor([group.baseline.value for group in groups], dtype=torch.float32)
+        baseline = baseline_P.repeat_interleave(group_sizes)
     media = {
         number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media
     }
     return TrainBatch(lengths, pad_id, media).adding(
-        input_ids=torch.from_numpy(ids),
+        input_ids=torch.from_numpy(np.concatenate(ids)),
         response_mask=response_mask,
-        loss_mask=response_mask & live.repeat_interleave(lengths),
-        group=torch.arange(len(groups)).repeat_interleave(sizes),
+        loss_mask=response_mask & carries_loss.repeat_interleave(lengths),
+        group=torch.arange(len(groups)).repeat_interleave(group_sizes),
         reward=torch.tensor([score.value for score in scores], dtype=torch.float32),
-        in_group_stats=~errored,
-        rollout_log_probs=flat(lambda t: t.logprobs, np.float32),
-        sampled_mask=None if state_masking else sampled,
+        in_group_stats=~is_ungraded,
+        rollout_log_probs=torch.from_numpy(np.concatenate(log_probs)),
         baseline=baseline,
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from core.data.parquet import Example, Problems
-from core.errors import InputError, WorkersLost
+from core.data.parquet import Example
+from core.errors import InputError, Problems, WorkersLost
 from core.rewards.graders import to_json
 from core.rewards.grading import MODEL_STYLE, Failure, model_score
 from core.rewards.layer import RewardLayer, trajectory_of_text

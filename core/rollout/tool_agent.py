@@ -33,7 +33,7 @@ from core.rollout import tools as listed
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError
 from core.rollout.untrusted import UntrustedCalls
-from core.types import Prompt, Stop
+from core.types import Stop
 from reward_scores.tags import between
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ REPLY = "generate_response returns (ends: bool, text: str, score: number or None
 
 @dataclass(frozen=True)
 class Call:
-    """A call as the policy wrote it; ``problem`` says why it is none."""
+    """A call as the policy wrote it, or the ``problem`` that makes it none."""
 
     name: str = ""
     arguments: Any = None
@@ -64,8 +64,8 @@ def parse_calls(text: str, thinking: bool = False) -> list[Call]:
     calls = []
     for content in between(behind_thought(text, thinking), "tool_call"):
         try:
-            found = json.loads(content)
-            calls.append(Call(str(found["name"]), found.get("arguments", {})))
+            call = json.loads(content)
+            calls.append(Call(str(call["name"]), call.get("arguments", {})))
         except (ValueError, RecursionError) as error:
             calls.append(Call(problem=f"the call is not JSON: {error}"))
         except (TypeError, KeyError):
@@ -74,15 +74,19 @@ def parse_calls(text: str, thinking: bool = False) -> list[Call]:
 
 
 def behind_thought(text: str, thinking: bool) -> str:
-    """Return what stands behind a turn's thought: nothing where the thought is not closed."""
-    _, closing, behind = text.partition("</think>")
-    thinking = thinking or text.lstrip().startswith(THOUGHT)
-    return behind if closing else "" if thinking else text
+    """Return what stands behind a turn's thought: nothing if the thought is not closed."""
+    _, closing_tag, behind = text.partition("</think>")
+    if closing_tag:
+        return behind
+    is_open = thinking or text.lstrip().startswith(THOUGHT)
+    return "" if is_open else text
 
 
 class Instance:
-    """A tool or a simulated user in one episode. ``kwargs`` has the example's arguments of each
-    method."""
+    """A tool or a simulated user in one episode.
+
+    ``kwargs`` has the example's arguments of each method.
+    """
 
     def __init__(
         self,
@@ -101,8 +105,10 @@ class Instance:
         self.failure: Exception | None = None  # it could not begin
 
     async def call(self, name: str, *args: Any, counted: bool = False) -> Any:
-        """Return what a method returned. ``counted``: it is a call that the policy made. Raises
-        what it raises."""
+        """Return what a method returns, or raise what it raises.
+
+        ``counted``: it is a call that the policy made.
+        """
         if self.failure is not None:
             raise self.failure
         job = partial(self.calls.call, self.bound(name, *args), self.timeout_s)
@@ -113,34 +119,39 @@ class Instance:
         return partial(getattr(self.owner, name), self.id, *args, **(self.kwargs.get(name) or {}))
 
 
-def read_answer(answer: Any) -> tuple[str, float | None]:
-    """Return the text and the reward of a tool's answer: a text, or a text or ToolResponse with
-    reward and metrics."""
-    response, reward, *_ = (
-        answer if isinstance(answer, tuple) and len(answer) > 1 else (answer, None)
-    )
+def parse_answer(answer: Any) -> tuple[str, float | None]:
+    """Return the text and the reward of a tool's answer.
+
+    It is a text, or a tuple of a text or ToolResponse, a reward and metrics.
+    """
+    response = answer
+    reward = None
+    if isinstance(answer, tuple) and len(answer) > 1:
+        response, reward = answer[:2]
     text = getattr(response, "text", response)
     if not isinstance(text, str):
         raise ValueError(f"it returned {type(text).__name__}, not text alone")
-    return text, read_number(reward, "reward")
+    return text, parse_number(reward, "reward")
 
 
-def read_reply(answer: Any) -> tuple[bool, str, float | None]:
+def parse_reply(answer: Any) -> tuple[bool, str, float | None]:
     """Return whether a simulated user ends the episode, their text and their score."""
     if not isinstance(answer, tuple | list) or len(answer) < 3:
         raise ValueError(f"it returned {answer!r:.100}; {REPLY}")
-    over, text, score, *_ = answer
-    if not isinstance(over, bool | np.bool_):
-        raise ValueError(f"it returned {over!r:.100} for whether the episode ends; {REPLY}")
-    if not isinstance(text, str) and not over:
+    ends, text, score = answer[:3]
+    if not isinstance(ends, bool | np.bool_):
+        raise ValueError(f"it returned {ends!r:.100} for whether the episode ends; {REPLY}")
+    if not isinstance(text, str) and not ends:
         raise ValueError(f"it returned {text!r:.100} as text; {REPLY}")
-    return bool(over), text, read_number(score, "score")
+    return bool(ends), text, parse_number(score, "score")
 
 
-def read_number(value: Any, name: str) -> float | None:
-    """Return a reward or a score, None where there is none."""
-    number = None if value is None else finite_number(value)
-    if number is None and value is not None:
+def parse_number(value: Any, name: str) -> float | None:
+    """Return a reward or a score, or None if there is none."""
+    if value is None:
+        return None
+    number = finite_number(value)
+    if number is None:
         raise ValueError(f"it returned {value!r:.100} as {name}, which is no finite number")
     return number
 
@@ -157,11 +168,9 @@ class ToolAgentLoop(AgentLoop):
     def __init__(self, config: Config, tokenizer: Any):
         super().__init__(config, tokenizer)
         self.options = config.actor_rollout_ref.rollout.multi_turn
-        self.tools: dict[str, BaseTool] = listed.load_listed(
-            self.options.tool_config_path, BaseTool
-        )
-        self.users: dict[str, BaseInteraction]
-        self.users = listed.load_listed(self.options.interaction_config_path, BaseInteraction)
+        options = self.options
+        self.tools = listed.load_listed(options.tool_config_path, BaseTool)
+        self.users = listed.load_listed(options.interaction_config_path, BaseInteraction)
         owners = (*self.tools.values(), *self.users.values())
         self.calls = {id(owner): UntrustedCalls() for owner in owners}
         self.counts: Counter[str] = Counter()
@@ -169,17 +178,20 @@ class ToolAgentLoop(AgentLoop):
         kwargs = vocabulary.template_arguments(config.data)
         self.whole_tokens = vocabulary.whole_tokens(tokenizer)
         self.ends = vocabulary.template_ends(tokenizer, kwargs)
-        # Some tokenizers have a template of its own for them
-        schemas = [tool.schema for tool in self.tools.values()]
-        with_tools = {"tools": schemas} if schemas else {}
-        self.template = vocabulary.template_of(tokenizer, {**kwargs, **with_tools})
         self.has_template = vocabulary.has_template(tokenizer, kwargs)
-        counts = range(1, self.options.max_parallel_calls + 1) if self.tools else ()
+        if self.tools:
+            # Some tokenizers have a template of its own for chats with tools
+            kwargs["tools"] = [tool.schema for tool in self.tools.values()]
+        self.template = vocabulary.template_of(tokenizer, kwargs)
         if self.users or self.has_template:
-            self.check_template([*(("tool", n) for n in counts), *[("user", 1)] * bool(self.users)])
+            self.check_template()
 
-    def check_template(self, replies: Sequence[tuple[str, int]]) -> None:
-        """Raise InputError where the chat template cannot write so many messages of a role."""
+    def check_template(self) -> None:
+        """Raise InputError if the chat template cannot write the replies of tools or users."""
+        replies = [("user", 1)] if self.users else []
+        if self.tools:
+            most = self.options.max_parallel_calls
+            replies = [("tool", count) for count in range(1, most + 1)] + replies
         for role, count in replies:
             try:
                 vocabulary.check_replies(self.template, role, count)
@@ -189,7 +201,7 @@ class ToolAgentLoop(AgentLoop):
                 fix = f"set {MODEL}.custom_chat_template to one that does"
                 raise InputError(f"{where}: {rule} after an answer ({error}); {fix}") from error
 
-    def check(self, example: Example | Prompt) -> str | None:
+    def check(self, example: Example) -> str | None:
         try:
             listed.chosen_tools(self.tools, example.extra_info)
             listed.chosen_user(self.users, example.extra_info)
@@ -198,28 +210,29 @@ class ToolAgentLoop(AgentLoop):
         return None
 
     def tools_of(self, example: Example) -> list[Mapping[str, Any]]:
-        if self.check(example):  # which is reported of every example before a start
+        if self.check(example):  # a start reports it for every example
             return []
-        return [
-            tool.schema for tool in listed.chosen_tools(self.tools, example.extra_info).values()
-        ]
+        tools = listed.chosen_tools(self.tools, example.extra_info)
+        return [tool.schema for tool in tools.values()]
 
     async def run(self, episode: Episode) -> None:
-        facts = episode.prompt.extra_info
-        user = listed.chosen_user(self.users, facts)
+        extra_info = episode.prompt.extra_info
+        all_arguments = extra_info.get("tools_kwargs") or {}
         tools = {}
-        for name, tool in listed.chosen_tools(self.tools, facts).items():
-            given = (facts.get("tools_kwargs") or {}).get(name) or {}
-            kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
+        for name, tool in listed.chosen_tools(self.tools, extra_info).items():
+            arguments = all_arguments.get(name) or {}
+            kwargs = {key.removesuffix("_kwargs"): value for key, value in arguments.items()}
             tools[name] = self.instance(tool, kwargs, episode)
-        if user is not None:
-            kwargs = {"generate_response": facts["interaction_kwargs"]}
-            user = self.instance(user, kwargs, episode)
+        user = None
+        chosen_user = listed.chosen_user(self.users, extra_info)
+        if chosen_user is not None:
+            kwargs = {"generate_response": extra_info["interaction_kwargs"]}
+            user = self.instance(chosen_user, kwargs, episode)
         try:
             await asyncio.gather(*(self.attempt(tool, "create") for tool in tools.values()))
             await self.take_turns(tools, user, episode)
         except BaseException:
-            # A step or a run ends, and does not wait for tools to let go
+            # A step or a run ends: it does not wait for tools
             for tool in tools.values():
                 tool.calls.begin(tool.bound("release"))
             raise
@@ -233,8 +246,7 @@ class ToolAgentLoop(AgentLoop):
         return Instance(owner, kwargs, episode, calls, self.options.tool_timeout_s)
 
     async def attempt(self, tool: Instance, method: str) -> None:
-        """Call a tool's method at the beginning or end of an episode. What it raises is its
-        failure."""
+        """Call a tool's method at the begin or end of an episode. What it raises is its failure."""
         try:
             await tool.call(method)
         except Exception as error:
@@ -244,33 +256,33 @@ class ToolAgentLoop(AgentLoop):
     def note(self, tool: Instance, error: Exception, count: str) -> None:
         """Count a failure of a tool or a user, and log the first one with its traceback."""
         self.counts[count] += 1
-        if tool.owner.name not in self.traced:
-            self.traced.add(tool.owner.name)
+        name = tool.owner.name
+        if name not in self.traced:
+            self.traced.add(name)
             trace = "".join(traceback.format_exception(error, limit=-8))[-TRACE:]
-            log.warning(
-                "%s failed; further failures are counted alone\n%s",
-                tool.owner.name,
-                printable(trace),
-            )
+            text = "%s failed; further failures are counted alone\n%s"
+            log.warning(text, name, printable(trace))
 
     async def take_turns(
         self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode
     ) -> None:
-        """Alternate with the policy: tools answer a turn with calls, the user, where there is one,
-        any other."""
+        """Alternate with the policy: tools answer its calls, the user any other turn."""
         messages = list(episode.prompt.messages)
         thinking = episode.prompt.opened_tag == THOUGHT
         while not episode.over:
             turn = await episode.turn()
             calls = parse_calls(turn.text, thinking)
-            last = episode.turns == self.options.max_assistant_turns
-            if last or not (calls or (user and not episode.over)):
+            is_last = episode.turns == self.options.max_assistant_turns
+            user_replies = user is not None and not episode.over
+            if is_last or not (calls or user_replies):
                 return
             messages.append({"role": "assistant", "content": turn.text})
             if calls:
-                role, answers = "tool", await self.answers(calls, tools, episode)
+                role = "tool"
+                answers = await self.answers(calls, tools, episode)
             else:
-                role, answers = "user", await self.reply(user, messages, episode)
+                role = "user"
+                answers = await self.reply(user, messages, episode)
             messages += [{"role": role, "content": text} for text in answers]
             if not answers or not self.add(role, answers, episode):
                 return
@@ -279,8 +291,7 @@ class ToolAgentLoop(AgentLoop):
     async def answers(
         self, calls: Sequence[Call], tools: Mapping[str, Instance], episode: Episode
     ) -> list[str]:
-        """Make the calls of a turn, all at the same time, and return their results in the order of
-        the calls."""
+        """Make the calls of a turn at the same time. Return their answers in their order."""
         permitted = calls[: self.options.max_parallel_calls]
         answers = await asyncio.gather(*(self.outcome(call, tools, episode) for call in permitted))
         episode.tool_rewards += [reward for _, reward in answers if reward is not None]
@@ -295,62 +306,69 @@ class ToolAgentLoop(AgentLoop):
             return f"error: {problem}", None
         self.counts["made"] += 1
         try:
-            return read_answer(await tools[call.name].call("execute", call.arguments, counted=True))
+            answer = await tools[call.name].call("execute", call.arguments, counted=True)
+            return parse_answer(answer)
         except ToolError as error:
             self.counts["refused"] += 1
             return f"error: {error}", None
         except Exception as error:
             self.note(tools[call.name], error, "failed")
-            return f"error: the tool failed: {listed.described(error)}", None
+            return f"error: the tool failed: {listed.one_line_of(error)}", None
 
     def problem(self, call: Call, tools: Mapping[str, Instance], episode: Episode) -> str | None:
         """Return why a call cannot be made, or None."""
-        most = self.options.max_tool_calls
-        if call.problem is None and call.name not in tools:
+        if call.problem is not None:
+            return call.problem
+        if call.name not in tools:
             return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
-        if call.problem is None and most is not None and episode.tool_calls >= most:
+        most = self.options.max_tool_calls
+        if most is not None and episode.tool_calls >= most:
             return f"no call is left: an episode has {most}"
-        return call.problem or self.tools[call.name].problem(call.arguments)
+        return self.tools[call.name].problem(call.arguments)
 
     async def reply(
         self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode
     ) -> list[str]:
-        """Return the user's text and keep their score; nothing where they end the episode, or
-        fail."""
+        """Return the user's text and keep their score; nothing if they end the episode or fail."""
         self.counts["user_turns"] += 1
         try:
             answer = await user.call("generate_response", [dict(message) for message in messages])
-            over, text, score = read_reply(answer)
+            ends, text, score = parse_reply(answer)
         except Exception as error:
             self.note(user, error, "failed_user_turns")
             name = f"the simulated user {user.owner.name}"
-            episode.failure = f"{name} failed: {listed.described(error)}"
+            episode.failure = f"{name} failed: {listed.one_line_of(error)}"
             return []
-        episode.user_scores += [] if score is None else [score]
-        return [] if over else [writable(text)]
+        if score is not None:
+            episode.user_scores.append(score)
+        return [] if ends else [writable(text)]
 
     def cut(self, text: str) -> str:
-        """Return at most ``max_tool_response_length`` characters, of the side that is to be kept
-        (verl's rule)."""
-        most, side = self.options.max_tool_response_length, self.options.tool_response_truncate_side
+        """Return at most ``max_tool_response_length`` characters of a text.
+
+        ``tool_response_truncate_side`` decides which side is kept, by verl's rule.
+        """
+        most = self.options.max_tool_response_length
         if len(text) <= most:
             return text
-        head = {"left": most, "middle": most // 2, "right": 0}[side]
-        before, behind = text[:head], text[len(text) - most + head :]
+        kept_at_head = {"left": most, "middle": most // 2, "right": 0}
+        head = kept_at_head[self.options.tool_response_truncate_side]
+        before = text[:head]
+        behind = text[len(text) - most + head :]
         return f"{before}{'...' if before else ''}(truncated){'...' if behind else ''}{behind}"
 
     def add(self, role: str, texts: Sequence[str], episode: Episode) -> bool:
-        """Append messages of a role and the beginning of the policy's next turn, without the end
-        that it wrote itself.
+        """Append messages of a role and the beginning of the policy's next turn.
 
-        What is in a message is text, whatever it looks like. Returns whether the policy can go on.
+        The end of the policy's turn is left out if the policy wrote it itself. What is in a message
+        is text, whatever it looks like. Return whether the policy can go on.
         """
         text = self.written(role, texts)
         ids = vocabulary.encode_written(self.tokenizer, partial(self.written, role), texts)
         end = vocabulary.first_token(text, self.whole_tokens)
-        written = end is not None and episode.ids[-1] == self.whole_tokens[end]
-        # The policy may also have ended its turn with another of the tokens that end turns.
-        if written or (end in self.ends and episode.stop is Stop.EOS):
+        is_written = end is not None and episode.last_id == self.whole_tokens[end]
+        # The policy may also have ended its turn with another of the tokens that end turns
+        if is_written or (end in self.ends and episode.stop is Stop.EOS):
             text = text.lstrip()[len(end) :]
             ids = ids[ids.index(self.whole_tokens[end]) + 1 :]
         return episode.add(text, role, ids)
@@ -362,19 +380,20 @@ class ToolAgentLoop(AgentLoop):
         return "".join(f"<tool_response>{text}</tool_response>" for text in texts)
 
     def metrics(self) -> Mapping[str, float]:
-        counts, self.counts = self.counts, Counter()
-        asked = counts["made"] + counts["invalid"]
-        shares = {
-            f"agent/{name}_calls": counts[name] / max(asked, 1)
-            for name in ("invalid", "refused", "failed")
+        counts = self.counts
+        self.counts = Counter()
+        calls = counts["made"] + counts["invalid"]
+        metrics = {
+            "agent/calls": float(calls),
+            "agent/tool_state_failures": float(counts["tool_state_failures"]),
+            "agent/user_turns": float(counts["user_turns"]),
         }
+        for outcome in ("invalid", "refused", "failed"):
+            metrics[f"agent/{outcome}_calls"] = counts[outcome] / max(calls, 1)
         if self.users:
-            failed = counts["failed_user_turns"] / max(counts["user_turns"], 1)
-            shares["agent/failed_user_turns"] = failed
-        others = {
-            f"agent/{name}": float(counts[name]) for name in ("tool_state_failures", "user_turns")
-        }
-        return {"agent/calls": float(asked), **shares, **others}
+            failed = counts["failed_user_turns"]
+            metrics["agent/failed_user_turns"] = failed / max(counts["user_turns"], 1)
+        return metrics
 
     def close(self) -> None:
         asyncio.run(self._close_tools())

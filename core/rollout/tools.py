@@ -61,8 +61,7 @@ class ToolResponse(BaseModel):
 
 
 class BaseTool:
-    """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept
-    by its instance id.
+    """A tool. One object serves all episodes of a run; it keeps their state by instance id.
 
     A method may be a coroutine, all of which run on one event loop in a thread of their own, or a
     plain ``def``, which may block: each call has a thread. Both are left behind at the deadline
@@ -73,25 +72,26 @@ class BaseTool:
     tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        """``config`` is the file's, ``tool_schema`` too, without one the class's own. Raises what
-        cannot be meant."""
-        self.config, self.tool_schema = config, tool_schema or self.tool_schema
-        told = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
-        # As chat templates read it
-        self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)
-        Draft202012Validator.check_schema(told.function.parameters)
-        self.validator = Draft202012Validator(told.function.parameters)
+        """Take ``config`` and ``tool_schema`` of the file; without a schema the class has its own.
+
+        Raises what pydantic and jsonschema raise for a wrong schema.
+        """
+        self.config = config
+        self.tool_schema = tool_schema or self.tool_schema
+        schema = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
+        self.name = schema.function.name
+        self.schema = schema.model_dump(exclude_unset=True)  # as chat templates read it
+        Draft202012Validator.check_schema(schema.function.parameters)
+        self.validator = Draft202012Validator(schema.function.parameters)
 
     def problem(self, arguments: Any) -> str | None:
-        """Return what is wrong with the arguments of a call, or None where they fit."""
+        """Return what is wrong with the arguments of a call, or None if they fit."""
         try:
-            errors = sorted(
-                self.validator.iter_errors(arguments), key=lambda error: len(error.message)
-            )
+            messages = [error.message for error in self.validator.iter_errors(arguments)]
         except Exception as error:
-            # What a policy writes may be too deep, or too long a number, for a schema's check
+            # What a policy writes may be too deep, or hold too long a number
             return f"the arguments cannot be read ({type(error).__name__})"
-        return errors[0].message[:200] if errors else None
+        return min(messages, key=len)[:200] if messages else None
 
     async def create(
         self, instance_id: str | None = None, **kwargs: Any
@@ -102,35 +102,33 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Return the answer for the policy, the call's reward or None, and metrics, which are not
-        read; or text alone.
+        """Return the answer for the policy, the call's reward or None, and metrics; or text alone.
 
-        Raises ToolError for a call that makes no sense. Anything else is a failure
-        (``agent/failed_calls``).
+        The metrics are not read. Raises ToolError for a call that makes no sense. Any other error
+        is a failure of the tool (``agent/failed_calls``).
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Let go of an episode's state."""
+        """Drop an episode's state."""
 
     def close(self) -> None:
-        """Let go of what the object holds."""
+        """Close what the object holds."""
 
 
 class BaseInteraction:
-    """A simulated user. ``config`` is the file's, with the name. One object serves all episodes,
-    many at a time."""
+    """A simulated user. One object serves all episodes. ``config`` is the file's, with the name."""
 
     KEY, SECTION = f"{MULTI_TURN}.interaction_config_path", "interaction"
 
     def __init__(self, config: dict[str, Any]):
-        self.config, self.name = config, config["name"]
+        self.config = config
+        self.name = config["name"]
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Return whether the episode ends, the user's text, a score of the policy's turn or None,
-        and metrics.
+        """Return whether the episode ends, the text, the turn's score or None, and metrics.
 
         ``messages`` are the prompt's and all since, of roles assistant, tool and user; ``kwargs``
         are the example's ``interaction_kwargs``. What it raises ends the episode, which then has no
@@ -143,7 +141,7 @@ class BaseInteraction:
 
 
 class ListedClass(BaseModel):
-    """What a file has of a tool, or of a user, whose name it gives."""
+    """An entry of a file: the class of a tool or of a user."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -152,34 +150,30 @@ class ListedClass(BaseModel):
     tool_schema: OpenAIFunctionToolSchema | None = None
     name: str | None = None
 
-    def made(self, base: type, file: Path) -> BaseTool | BaseInteraction:
-        """Return the object; its class may be one of the file's project. Raises what loading and
-        making it raises."""
-        where = self.class_name
-        kind = load_object(
-            where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file
-        )
+    def make(self, base: type, file: Path) -> BaseTool | BaseInteraction:
+        """Return the object; its class may stand beside the file. Raises what its code raises."""
+        name = self.class_name
+        path = name if ":" in name else ":".join(name.rsplit(".", 1))
+        kind = load_object(path, "class_name", beside=file)
         if not (isinstance(kind, type) and issubclass(kind, base)):
-            raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
+            raise ValueError(f"{name} does not extend core.rollout.tools.{base.__name__}")
         if base is BaseTool:
-            return kind(
-                {name: value for name, value in self.config.items() if name != "type"},
-                self.tool_schema,
-            )
-        if unread := [
-            name for name in ("start_interaction", "finalize_interaction") if hasattr(kind, name)
-        ]:
-            raise ValueError(
-                f"nothing calls {where}.{unread[0]}; do all in generate_response, from its messages"
-            )
-        return kind(
-            {**self.config, "name": self.name or kind.__name__.removesuffix("Interaction").lower()}
-        )
+            # verl's files have the key type, which no tool reads
+            config = {key: value for key, value in self.config.items() if key != "type"}
+            return kind(config, self.tool_schema)
+        for method in ("start_interaction", "finalize_interaction"):
+            if hasattr(kind, method):
+                fix = "do all in generate_response, from its messages"
+                raise ValueError(f"nothing calls {name}.{method}; {fix}")
+        user = self.name or kind.__name__.removesuffix("Interaction").lower()
+        return kind({**self.config, "name": user})
 
 
 def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
-    """Return name -> tool or user of a file, in its order; none without a file. Raises InputError
-    with all problems."""
+    """Return the tools or users of a file by name, in its order; none without a file.
+
+    Raises InputError with all problems.
+    """
     if path is None:
         return {}
     where = f"{base.KEY}={path}"
@@ -195,51 +189,54 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
     problems = []
     for number, entry in enumerate(entries):
         try:
-            one = ListedClass.model_validate(entry).made(base, Path(path))
-            if one.name in by_name:
-                raise ValueError(f"a second one is named {one.name!r}")
-            by_name[one.name] = one
+            member = ListedClass.model_validate(entry).make(base, Path(path))
+            if member.name in by_name:
+                raise ValueError(f"a second one is named {member.name!r}")
+            by_name[member.name] = member
         except (Exception, SystemExit) as error:  # the class of an entry may be a user's
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
-            problems.append(f"{where}: {base.SECTION}[{number}]: {described(error)}{fix}")
+            problems.append(f"{where}: {base.SECTION}[{number}]: {one_line_of(error)}{fix}")
     if problems:
         raise InputError(problems)
     return by_name
 
 
-def described(error: BaseException) -> str:
+def one_line_of(error: BaseException) -> str:
     """Return an error's type and text in one line."""
     return " ".join(f"{type(error).__name__}: {error}"[:1000].split())[:300]
 
 
-# --- an example's ---
+# --- an example's tools and user ---
 
 
 def chosen_tools(
     tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]
 ) -> dict[str, BaseTool]:
-    """Return the tools of an example. Raises ValueError where it names one that the file does not
-    have."""
-    names, kwargs = extra_info.get("tool_selection"), extra_info.get("tools_kwargs") or {}
-    if isinstance(names, str) or not isinstance(kwargs, Mapping):
+    """Return the tools of an example. Raises ValueError for a tool that the file lacks."""
+    names = extra_info.get("tool_selection")
+    arguments = extra_info.get("tools_kwargs") or {}
+    if isinstance(names, str) or not isinstance(arguments, Mapping):
         raise ValueError(
             "extra_info.tool_selection must be a list of names, and tools_kwargs a struct"
         )
-    if unknown := [name for name in names or () if name not in tools]:
-        raise ValueError(
-            f"extra_info asks for {', '.join(unknown)}; {BaseTool.KEY} has {', '.join(tools)}"
-        )
-    return {name: tools[name] for name in (tools if names is None else names)}
+    if names is None:
+        return dict(tools)
+    unknown = [name for name in names if name not in tools]
+    if unknown:
+        has = f"{BaseTool.KEY} has {', '.join(tools)}"
+        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {has}")
+    return {name: tools[name] for name in names}
 
 
 def chosen_user(
     users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]
 ) -> BaseInteraction | None:
-    """Return an example's user, or None. Raises ValueError for a user whom the file does not
-    have."""
-    kwargs = extra_info.get("interaction_kwargs")
-    name = kwargs.get("name") if isinstance(kwargs, Mapping) else None
-    if kwargs is not None and name not in users:
+    """Return an example's user, or None. Raises ValueError for a user that the file lacks."""
+    arguments = extra_info.get("interaction_kwargs")
+    if arguments is None:
+        return None
+    name = arguments.get("name") if isinstance(arguments, Mapping) else None
+    if name not in users:
         has = f"{BaseInteraction.KEY} has {', '.join(users) or 'none'}"
         raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {has}")
-    return users.get(name)
+    return users[name]

@@ -1,5 +1,4 @@
-"""What a pass of a vision-language model needs beyond ids: features of pictures, their places,
-positions on three axes.
+"""What a pass with pictures needs beyond ids: features, their places, positions on three axes.
 
 A picture that stands in several sequences of a pass goes through the vision tower once.
 Placeholders that the policy wrote are ordinary tokens: only a prompt's stand for pictures. That is
@@ -22,8 +21,7 @@ from core.vision.pictures import Picture, Pictures, patches
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """The pictures of the sequences in a pass, whose ids have the shape S: [B, T], or packed [1,
-    N]."""
+    """The pictures in a pass. ``S`` is the shape of its ids: [B, T], or packed [1, N]."""
 
     position: Tensor  # [3, *S] int64: along time, height and width
     place: Tensor  # S bool: a placeholder of a picture
@@ -42,8 +40,10 @@ class PictureInputs:
 
 
 def freeze_vision_tower(module: nn.Module) -> None:
-    """Freeze the part that reads pictures, its merger included. Raises InputError for a model
-    without one."""
+    """Freeze the part that reads pictures, its merger included.
+
+    Raises InputError for a model without one.
+    """
     tower = getattr(module.base_model, "visual", None)
     if tower is None:
         key = "actor_rollout_ref.actor.freeze_vision_tower=True"
@@ -56,9 +56,9 @@ def freeze_vision_tower(module: nn.Module) -> None:
 def picture_inputs(
     module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]
 ) -> PictureInputs | None:
-    """Return what a pass over these sequences, padded on the right, takes for pictures; None
-    without any."""
-    if not (pictures := tuple(picture for media in media_B if media for picture in media.pictures)):
+    """Return the picture inputs of a pass over sequences padded on the right, or None."""
+    pictures = tuple(picture for media in media_B if media for picture in media.pictures)
+    if not pictures:
         return None
     counts = ids_BT.new_tensor([media.tokens if media else 0 for media in media_B])
     place_BT = ids_BT == pictures[0].format.token_id
@@ -74,41 +74,43 @@ def run_with_pictures(
     module: nn.Module, input_ids: Tensor, media: PictureInputs, **inputs: Any
 ) -> Any:
     """Return what the model's body returns of sequences with pictures."""
-    body, distinct = module.base_model, list(dict.fromkeys(media.pictures))
-    pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct]).to(
-        input_ids.device
-    )
-    features = _features(body, pixels, [picture.grid for picture in distinct])
-    number = {picture: index for index, picture in enumerate(distinct)}
-    shown, *deep = (
-        torch.cat([parts[number[picture]] for picture in media.pictures]) for parts in features
+    body = module.base_model
+    distinct = list(dict.fromkeys(media.pictures))
+    pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct])
+    grids = [picture.grid for picture in distinct]
+    features_by_layer = _features(body, pixels.to(input_ids.device), grids)
+    index = {picture: number for number, picture in enumerate(distinct)}
+    first, *deeper = (
+        torch.cat([features[index[picture]] for picture in media.pictures])
+        for features in features_by_layer
     )
     embeds = body.get_input_embeddings()(input_ids)
-    embeds = embeds.masked_scatter(media.place[..., None], shown.to(embeds.dtype))
-    inputs |= {"visual_pos_masks": media.place, "deepstack_visual_embeds": deep} if deep else {}
+    embeds = embeds.masked_scatter(media.place[..., None], first.to(embeds.dtype))
+    if deeper:
+        inputs |= {"visual_pos_masks": media.place, "deepstack_visual_embeds": deeper}
     return body.language_model(inputs_embeds=embeds, **{**inputs, "position_ids": media.position})
 
 
 def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-    """Return what the body returns of text, after a pass of the tower over one grey token: its
-    gradients are then 0."""
+    """Return what the body returns of text, after a pass of the tower over one grey token.
+
+    The tower's gradients are then 0, and not missing.
+    """
     vision = module.config.vision_config
-    merge, size = vision.spatial_merge_size, vision.patch_size**2 * vision.temporal_patch_size * 3
-    features = _features(
-        module.base_model, torch.zeros(merge**2, size, device=input_ids.device), [(1, merge, merge)]
-    )
+    merge = vision.spatial_merge_size
+    patch_size = vision.patch_size**2 * vision.temporal_patch_size * 3
+    grey = torch.zeros(merge**2, patch_size, device=input_ids.device)
+    features_by_layer = _features(module.base_model, grey, [(1, merge, merge)])
+    total = sum(picture.sum() for features in features_by_layer for picture in features)
     output = module.base_model(input_ids=input_ids, **inputs)
-    output.last_hidden_state = output.last_hidden_state + 0 * sum(
-        part.sum() for parts in features for part in parts
-    )
+    output.last_hidden_state = output.last_hidden_state + 0 * total
     return output
 
 
 def _features(
     body: nn.Module, pixels: Tensor, grids: Sequence[tuple[int, int, int]]
 ) -> list[Sequence[Tensor]]:
-    """Return the features of each picture, and then those of each deeper layer that the family
-    shows them to."""
+    """Return the features of each picture, and then those for deeper layers, if there are any."""
     features = body.get_image_features(
         pixels, torch.tensor(grids, device=pixels.device), return_dict=True
     )

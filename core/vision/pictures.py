@@ -28,11 +28,17 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
-# In config.json: around a placeholder, it
+# Fields of config.json: the placeholder of a picture, between its begin and its end
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-# What patches() computes: fields of a preprocessor that say anything else would be read past
-READ_AS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
-READ_AS |= {"rescale_factor": 1 / 255, "resample": 3}  # 3: bicubic
+# Fields of a preprocessor with the values that patches() computes with; others are refused
+READ_AS = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "rescale_factor": 1 / 255,
+    "resample": 3,  # bicubic
+}
 CELL_BOUNDS = ("min_pixels", "max_pixels")  # of one picture, beside the bytes of its file
 CELL_SIDES = ("resized_height", "resized_width")
 ORIENTATION = 0x0112  # EXIF's tag
@@ -42,12 +48,13 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 class MediaError(ValueError):
-    """Pictures, or their places in a prompt, cannot be used: rule and fix, equal for all such, and
-    the value."""
+    """Pictures, or their places in a prompt, cannot be used."""
 
     def __init__(self, rule: str, fix: str, value: str = ""):
         super().__init__(f"{rule} ({value}); {fix}" if value else f"{rule}; {fix}")
-        self.rule, self.fix, self.value = rule, fix, value
+        self.rule = rule
+        self.fix = fix
+        self.value = value
 
 
 @dataclass(frozen=True)
@@ -73,36 +80,44 @@ class PictureFormat:
 
     @classmethod
     def of(cls, config: Any, path: str, tokenizer: Any) -> PictureFormat:
-        """Return how the model of a folder or hub id, with this config, reads pictures. Raises
-        InputError."""
-        processor, settings = image_processor(path), [getattr(config, name) for name in NAMES]
-        tokens = tokenizer.convert_ids_to_tokens(settings)
-        if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != settings:
+        """Return how the model of a folder or hub id with this config reads pictures.
+
+        Raises InputError.
+        """
+        where = f"actor_rollout_ref.model.path={path}"
+        token_ids = [getattr(config, name) for name in NAMES]
+        tokens = tokenizer.convert_ids_to_tokens(token_ids)
+        mark = "".join(map(str, tokens))
+        if tokenizer(mark, add_special_tokens=False)["input_ids"] != token_ids:
             rule = f"the tokenizer lacks the placeholder of pictures ({', '.join(NAMES)})"
-            raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; take the model's")
-        sizes = processor.patch_size, processor.merge_size, processor.temporal_patch_size
-        odd = {
-            name: value
-            for name, expected in READ_AS.items()
-            if (value := getattr(processor, name)) != expected
-        }
-        if odd:
-            have = ", ".join(f"{name}={value}" for name, value in odd.items())
-            rule = (
-                f"its preprocessor_config.json has {have}, and pictures are read with "
-                f"{READ_AS} alone"
-            )
+            raise InputError(f"{where}: {rule}; take the model's")
+        processor = image_processor(path)
+        others = [
+            f"{name}={getattr(processor, name)}"
+            for name, value in READ_AS.items()
+            if getattr(processor, name) != value
+        ]
+        if others:
             raise InputError(
-                f"actor_rollout_ref.model.path={path}: {rule}; mend the file or take another model"
+                f"{where}: its preprocessor_config.json has {', '.join(others)}, and pictures are "
+                f"read with {READ_AS} alone; mend the file or take another model"
             )
-        bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
-        colours = tuple(processor.image_mean), tuple(processor.image_std)
-        return cls(tokens[1], config.image_token_id, "".join(tokens), *sizes, *bounds, *colours)
+        return cls(
+            token=tokens[1],
+            token_id=config.image_token_id,
+            mark=mark,
+            patch=processor.patch_size,
+            merge=processor.merge_size,
+            frames=processor.temporal_patch_size,
+            least=processor.size["shortest_edge"],
+            most=processor.size["longest_edge"],
+            mean=tuple(processor.image_mean),
+            std=tuple(processor.image_std),
+        )
 
 
 def image_processor(path: str) -> Any:
-    """Load the image processor's configuration, in its Pillow form, which needs no torchvision.
-    Raises InputError."""
+    """Load the image processor's Pillow form, which needs no torchvision. Raises InputError."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     try:
@@ -116,20 +131,21 @@ def image_processor(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt: the file's bytes, decoded where a model reads it, and the size in
-    pixels of that."""
+    """A picture of a prompt, with the size in pixels at which a model reads it."""
 
-    data: bytes = field(repr=False)
+    data: bytes = field(repr=False)  # the file, which is decoded where a model reads it
     height: int
     width: int
     format: PictureFormat = field(repr=False)
 
     @property
-    def grid(self) -> tuple[int, int, int]:  # patches along time, height and width
+    def grid(self) -> tuple[int, int, int]:
+        """Patches along time, height and width."""
         return 1, self.height // self.format.patch, self.width // self.format.patch
 
     @property
-    def tokens(self) -> int:  # placeholders that stand for it in a prompt
+    def tokens(self) -> int:
+        """Placeholders that stand for the picture in a prompt."""
         return math.prod(self.grid) // self.format.merge**2
 
 
@@ -144,75 +160,78 @@ class Pictures:
         return len(self.pictures)
 
     @property
-    def tokens(self) -> int:  # placeholders that stand for them in a prompt
+    def tokens(self) -> int:
+        """Placeholders that stand for the pictures in a prompt."""
         return sum(picture.tokens for picture in self.pictures)
 
     def mark(self, prompt: str | Sequence[Mapping[str, Any]]) -> Any:
-        """Return the prompt, a text or a chat, with the model's mark in each place of a picture.
-        Raises MediaError."""
-        texts = (
-            [prompt]
-            if isinstance(prompt, str)
-            else [message.get("content") or "" for message in prompt]
-        )
-        places = sum(text.count(MARKER) for text in texts)
+        """Return the prompt, a text or a chat, with the model's mark in each picture's place.
+
+        Raises MediaError.
+        """
+        messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+        marked = []
+        places = 0
+        for message in messages:
+            text = message.get("content") or ""
+            places += text.count(MARKER)
+            marked_text = text.replace(MARKER, self.format.mark)
+            marked.append({**message, "content": marked_text} if text else message)
         if places != len(self):
             rule = f"a prompt has another number of places {MARKER} than of pictures"
             raise MediaError(rule, "one place a picture", f"{places} places, {len(self)} pictures")
-        if isinstance(prompt, str):
-            return prompt.replace(MARKER, self.format.mark)
-        marked = (
-            (message.get("content") or "").replace(MARKER, self.format.mark) for message in prompt
-        )
-        return [
-            {**one, "content": text} if text else one
-            for one, text in zip(prompt, marked, strict=True)
-        ]
+        return marked[0]["content"] if isinstance(prompt, str) else marked
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return ids in which the placeholder of each picture is repeated for each of its tokens.
-        Raises MediaError."""
-        token, left = self.format.token_id, iter(self.pictures)
-        if (count := list(ids).count(token)) != len(self):
-            rule = (
-                "the chat template does not keep the places of pictures, or the text holds "
-                "placeholders"
-            )
+        """Return the ids with one placeholder for each token of a picture. Raises MediaError."""
+        placeholder = self.format.token_id
+        count = list(ids).count(placeholder)
+        if count != len(self):
             raise MediaError(
-                rule, f"write {MARKER} alone", f"{count} placeholders, {len(self)} pictures"
+                "the chat template does not keep the places of pictures, or the text holds "
+                "placeholders",
+                f"write {MARKER} alone",
+                f"{count} placeholders, {len(self)} pictures",
             )
-        return [
-            each for one in ids for each in ([token] * next(left).tokens if one == token else [one])
-        ]
+        expanded = []
+        pictures = iter(self.pictures)
+        for token_id in ids:
+            repeats = next(pictures).tokens if token_id == placeholder else 1
+            expanded += [token_id] * repeats
+        return expanded
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's ids with one placeholder a picture, as a person reads them."""
-        token = self.format.token_id
-        return [
-            one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token
-        ]
+        placeholder = self.format.token_id
+        collapsed = []
+        for token_id in ids:
+            if token_id != placeholder or collapsed[-1:] != [placeholder]:
+                collapsed.append(token_id)
+        return collapsed
 
 
 class StoredPicture(NamedTuple):
-    """A picture's file, and the least and most pixels that its cell asks for (empty: neither)."""
+    """A picture's file, and the least and most pixels of its cell; empty if it has neither."""
 
     data: bytes
     bounds: tuple[float | None, ...] = ()
 
 
 def stored_picture(cell: Any) -> StoredPicture:
-    """Return a parquet file's picture: a mapping as of ``datasets``, or bytes. Raises
-    MediaError."""
+    """Return the picture of a parquet cell: a mapping as of ``datasets``, or bytes.
+
+    Raises MediaError.
+    """
     fields = cell if isinstance(cell, Mapping) else {"bytes": cell}
-    if sides := [name for name in CELL_SIDES if fields.get(name) is not None]:
+    sides = [name for name in CELL_SIDES if fields.get(name) is not None]
+    if sides:
+        rule = "a picture has sides of its own, which are not supported"
         fix = "resize the picture in the file, or write max_pixels"
-        raise MediaError(
-            "a picture has sides of its own, which are not supported", fix, ", ".join(sides)
-        )
+        raise MediaError(rule, fix, ", ".join(sides))
     bounds = tuple(fields.get(name) for name in CELL_BOUNDS)
     values = [value for value in bounds if value is not None]
-    numbers = all(isinstance(value, int | float) and 1 <= value < math.inf for value in values)
-    if not numbers or values != sorted(values):
+    are_numbers = all(isinstance(value, int | float) and 1 <= value < math.inf for value in values)
+    if not are_numbers or values != sorted(values):
         fix = "write numbers of 1 or more, min_pixels at most max_pixels"
         raise MediaError(f"a picture has unusable {' or '.join(CELL_BOUNDS)}", fix, str(values))
     data = fields.get("bytes")
@@ -224,11 +243,10 @@ def stored_picture(cell: Any) -> StoredPicture:
 def read_picture(
     data: bytes, format: PictureFormat, bounds: Sequence[float | None] = (), *, decode: bool = False
 ) -> Picture:
-    """Return the picture of a file's bytes, with the size at which the model reads it; ``decode``
-    tries all of it.
+    """Return the picture of a file's bytes, with the size at which the model reads it.
 
-    ``bounds`` of its cell come before the model's, with the defaults of qwen_vl_utils: 4 and
-    16,384 tokens.
+    ``bounds`` of its cell come before the model's, with the defaults of qwen_vl_utils: 4 and 16,384
+    tokens. ``decode`` reads the file to its end.
 
     Raises MediaError for what is no picture, broken, a strip, has several frames or a mode without
     a form in RGB.
@@ -238,17 +256,13 @@ def read_picture(
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            # A phone's MPO: photo and preview
+            # A phone's MPO holds a photo and its preview
             if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
-                raise MediaError(
-                    "a picture has several frames", "store one of them", f"{image.n_frames} frames"
-                )
+                frames = f"{image.n_frames} frames"
+                raise MediaError("a picture has several frames", "store one of them", frames)
             if image.mode not in MODES:
-                raise MediaError(
-                    "a picture is not 8-bit grey or colour",
-                    "convert it to RGB",
-                    f"mode {image.mode}",
-                )
+                rule = "a picture is not 8-bit grey or colour"
+                raise MediaError(rule, "convert it to RGB", f"mode {image.mode}")
             if decode:
                 image.load()
             sides = (image.height, image.width)
@@ -257,7 +271,8 @@ def read_picture(
             factor = format.patch * format.merge
             if bounds:
                 least, most = bounds
-                least, most = least or 4 * factor**2, most or 16_384 * factor**2
+                least = least or 4 * factor**2
+                most = most or 16_384 * factor**2
                 sides = smart_resize(*sides, factor, least, most)
             size = smart_resize(*sides, factor, format.least, format.most)
     except MediaError:
@@ -288,12 +303,17 @@ def pixels(picture: Picture) -> np.ndarray:
 
 
 def patches(picture: Picture) -> np.ndarray:
-    """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by
-    token: the arithmetic of Qwen2VLImageProcessor, without its resizing."""
-    format, (_, rows, columns) = picture.format, picture.grid
-    mean, std = (np.array(value, np.float32) for value in (format.mean, format.std))
+    """Return what the vision tower reads, token by token: [patches, 3 * frames * patch * patch].
+
+    The arithmetic, in float32, is that of Qwen2VLImageProcessor without its resizing.
+    """
+    format = picture.format
+    merge = format.merge
+    patch = format.patch
+    _, rows, columns = picture.grid
+    mean = np.array(format.mean, np.float32)
+    std = np.array(format.std, np.float32)
     value_HWC = (pixels(picture).astype(np.float32) * np.float32(1 / 255) - mean) / std
-    merge, patch = format.merge, format.patch
     cut = value_HWC.transpose(2, 0, 1).reshape(
         3, rows // merge, merge, patch, columns // merge, merge, patch
     )
@@ -307,20 +327,20 @@ def patches(picture: Picture) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Modality:
-    """A model of text alone, or of text and pictures. ``format`` is needed for prompts alone."""
+    """A model of text alone, or of text and pictures."""
 
     reads_media: bool = False
-    format: PictureFormat | None = None
+    format: PictureFormat | None = None  # needed only where prompts are made
 
     @property
-    def auto_class(self) -> str:  # of transformers, which loads the model
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model."""
         return "AutoModelForImageTextToText" if self.reads_media else "AutoModelForCausalLM"
 
     def read_media(
         self, stored: Sequence[StoredPicture], *, decode: bool = False
     ) -> Pictures | None:
-        """Return the pictures of a prompt from their files; ``decode`` tries all of each file.
-        Raises MediaError."""
+        """Return the pictures of a prompt from their files. Raises MediaError."""
         if self.reads_media:
             pictures = (
                 read_picture(data, self.format, bounds, decode=decode) for data, bounds in stored
@@ -332,8 +352,7 @@ class Modality:
         return None
 
     def load_processor(self, module: nn.Module, path: str) -> None:
-        """Set ``module.processor``, which checkpoints and exports of models that read pictures hold
-        too."""
+        """Set ``module.processor``, which checkpoints and exports hold too."""
         if self.reads_media:
             module.processor = image_processor(path)
 

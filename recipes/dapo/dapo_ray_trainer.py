@@ -14,56 +14,55 @@ from core.rollout.collect import CollectLimits
 from core.types import ScoredGroup, Trajectory
 from reward_scores.score import Score
 
-# Verl's names of the shaped score; the second is refused with KL in reward
+# verl's names of the shaped score; the second is refused with KL in reward
 SHAPED = ("seq_reward", "seq_final_reward")
 SAME = 1e-6  # rewards this close are equal: what is left is rounding
 
 
 class RayDAPOTrainer(RayPPOTrainer):
-    """The core trainer with soft overlong punishment, overlong filtering and group filtering, each
-    behind its key."""
+    """The core trainer with overlong punishment, overlong filtering and group filtering.
+
+    Each has a key that switches it on.
+    """
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score with the length penalty in part ``overlong``, masked where filtering
-        leaves the answer out.
+        """Return the score with the length penalty, masked if overlong filtering leaves it out.
 
-        A masked answer carries no loss and enters no denominator; its reward still counts in its
-        group's mean and standard deviation. With ``overlong_buffer.log``,
-        ``reward/is_overlong/mean`` is the share that was punished.
+        The penalty is part ``overlong``. A masked answer carries no loss and enters no denominator;
+        its reward still counts in its group's mean and standard deviation. With
+        ``overlong_buffer.log``, ``reward/is_overlong/mean`` is the share that was punished.
         """
-        buffer, limit = (
-            self.config.reward_model.overlong_buffer,
-            self.config.data.max_response_length,
-        )
+        buffer = self.config.reward_model.overlong_buffer
         if buffer.enable:
-            penalty = buffer.penalty_factor * overlong_punishment(
-                len(trajectory.response_ids), limit, buffer.len
-            )
+            length = len(trajectory.response_ids)
+            limit = self.config.data.max_response_length
+            penalty = buffer.penalty_factor * overlong_punishment(length, limit, buffer.len)
             score = score.plus("overlong", penalty)
             if buffer.log:
-                score = dataclasses.replace(
-                    score, parts={**score.parts, "is_overlong": float(penalty < 0)}
-                )
+                parts = {**score.parts, "is_overlong": float(penalty < 0)}
+                score = dataclasses.replace(score, parts=parts)
         if self.config.actor_rollout_ref.actor.overlong_filtering and trajectory.truncated:
             score = dataclasses.replace(score, masked=True)
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether the answers differ in the metric (eq. 8): groups of equal answers have no
-        advantage.
+        """Return whether the answers differ in the metric (eq. 8).
 
-        A masked answer that could not be graded is ignored: it is no evidence about the group.
+        Groups of equal answers have no advantage. A masked answer that could not be graded is
+        ignored: it is no evidence about the group.
         """
         filters = self.config.algorithm.filter_groups
         if not filters.enable:
             return True
-        counted = (score for score in group.scores if not score.left_out)
-        values = [compared_value(score, group, filters.metric or "acc") for score in counted]
+        metric = filters.metric or "acc"
+        graded = [score for score in group.scores if not score.left_out]
+        values = [compared_value(score, group, metric) for score in graded]
         return len(values) > 1 and max(values) - min(values) > SAME
 
     def collect_limits(self) -> CollectLimits:
         """Return the limits of ``algorithm.filter_groups`` on the prompts that a step draws."""
-        limits, filters = super().collect_limits(), self.config.algorithm.filter_groups
+        limits = super().collect_limits()
+        filters = self.config.algorithm.filter_groups
         if not filters.enable:
             return limits
         return dataclasses.replace(
@@ -75,21 +74,21 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """Return ``R_length`` of eq. 13: 0 up to ``limit - buffer`` tokens (L_max - L_cache), -1 from
-    ``limit`` on."""
+    """Return ``R_length`` of eq. 13.
+
+    It is 0 up to ``limit - buffer`` tokens (L_max - L_cache) and -1 from ``limit`` on.
+    """
     return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
 def compared_value(score: Score, group: ScoredGroup, metric: str) -> float:
-    """Return the value that the filter compares. Raises InputError where the scorer gives no such
-    part."""
+    """Return the value that the filter compares. Raises InputError if the scorer has none."""
     if metric in SHAPED or (score.ungraded and metric not in score.parts):
         return score.value
     if metric not in score.parts:
         raise InputError(
             f"algorithm.filter_groups.metric={metric}: the scorer of "
-            f"data_source={group.prompt.data_source} gives no "
-            f"such part; use one of {', '.join(sorted(score.parts))}, or seq_reward (the shaped "
-            f"score)"
+            f"data_source={group.prompt.data_source} gives no such part; use one of "
+            f"{', '.join(sorted(score.parts))}, or seq_reward (the shaped score)"
         )
     return score.parts[metric]

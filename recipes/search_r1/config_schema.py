@@ -1,15 +1,10 @@
-"""The keys that only Search-R1 has: its budget of searches, and the retriever.
-
-The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's:
-prompts are measured by them.
-"""
+"""The keys that only Search-R1 has: lengths of episodes, the ablation, searches, the retriever."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from core.config.schema import Config
+from core.config.schema import ActorRolloutRefConfig, Config
 from core.config.section import EMPTY, Condition, Count, Open, Section, beside, execution, key
+from core.config.training_keys import ActorConfig, DataConfig
 
 PAPER = "Search-R1"
 
@@ -41,14 +36,37 @@ RETRIEVES = Condition(
 )
 
 
+class SearchR1DataConfig(DataConfig):
+    max_prompt_length: Count = key(512, "tokens of prompt and episode, before the last turn")
+    max_response_length: Count = key(512, "tokens of a turn")
+    max_start_length: Count | None = key(None, "tokens of the prompt; null: max_prompt_length")
+    max_obs_length: Count = key(500, "tokens of what a search returns")
+
+
+class SearchR1ActorConfig(ActorConfig):
+    state_masking: bool = key(
+        True, "what a search returned carries no loss; False is the paper's ablation"
+    )
+
+
+class SearchR1ActorRolloutRefConfig(ActorRolloutRefConfig):
+    actor: SearchR1ActorConfig = SearchR1ActorConfig()
+
+
 class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 
+    data: SearchR1DataConfig = SearchR1DataConfig()
+    actor_rollout_ref: SearchR1ActorRolloutRefConfig = SearchR1ActorRolloutRefConfig()
     retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
     max_turns: Count = key(4, "turns that may search; one more must answer", beside("do_search"))
     do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
 
-    plays_episodes: ClassVar[bool] = True  # the trainer plays searches, and no agent loop does
+    @property
+    def prompt_limit_key(self) -> str:
+        """Return the key of the data section that limits the tokens of a prompt."""
+        has_start_length = self.data.max_start_length is not None
+        return "max_start_length" if has_start_length else "max_prompt_length"
 
 
 SCHEMA = SearchR1Config

@@ -49,40 +49,39 @@ class Action:
 
 
 def parse_action(text: str) -> Action | None:
-    """Return the first complete ``<search>`` or ``<answer>`` of a turn; None without one, and for
-    an empty query."""
-    found = []
+    """Return the first complete ``<search>`` or ``<answer>`` of a turn; None without one.
+
+    An empty query is no action.
+    """
+    first = None
+    first_start = len(text)
     for kind in (SEARCH, ANSWER):
         start = text.find(f"<{kind}>")
-        inside = start + len(kind) + 2
-        end = text.find(f"</{kind}>", inside) if start >= 0 else -1
-        if end >= 0:
-            found.append((start, Action(kind, text[inside:end].strip())))
-    action = min(found, key=lambda pair: pair[0])[1] if found else None
-    return None if action == Action(SEARCH, "") else action
+        begin = start + len(f"<{kind}>")
+        end = text.find(f"</{kind}>", begin) if start >= 0 else -1
+        if end >= 0 and start < first_start:
+            first = Action(kind, text[begin:end].strip())
+            first_start = start
+    return None if first == Action(SEARCH, "") else first
 
 
 def show_passage(number: int, passage: Passage) -> str:
-    """Return a passage as the policy reads it. Its protocol tags get parentheses, so that they are
-    no actions."""
-    title, _, text = passage.contents.partition("\n")
+    """Return a passage as the policy reads it: tags in it get parentheses and are no actions."""
+    contents = passage.contents
     for tag in TAGS:
         for mark in (tag, f"/{tag}"):
-            title, text = (
-                title.replace(f"<{mark}>", f"({mark})"),
-                text.replace(f"<{mark}>", f"({mark})"),
-            )
+            contents = contents.replace(f"<{mark}>", f"({mark})")
+    title, _, text = contents.partition("\n")
     return f"Doc {number}(Title: {title}) {text}\n"
 
 
 def information(
     passages: Sequence[Passage], room: int, encode: Callable[[str], list[int]]
 ) -> str | None:
-    """Return a search's block of at most ``room`` tokens: as many whole passages as fit, from the
-    best on.
+    """Return a search's block of at most ``room`` tokens: as many of the best passages as fit.
 
-    Where not even the best one fits, its words are cut from the end, so that the tags always close.
-    None where there is no room for the tags.
+    If not even the best one fits, its words are cut from the end, so that the tags always close.
+    None if there is no room for the tags.
     """
 
     def block(shown: str) -> str:
@@ -95,30 +94,33 @@ def information(
     for count in range(len(shown), 0, -1):
         if fits("".join(shown[:count])):
             return block("".join(shown[:count]))
+    if not fits(""):
+        return None
     words = shown[0].split(" ") if shown else []
-    low, high = 0, len(words)  # the most words that fit, by halving: longer texts have more tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(" ".join(words[:middle])) else (low, middle - 1)
-    return block(" ".join(words[:low])) if fits("") else None
+    # The most words that fit, by halving: longer texts have more tokens
+    fitting = 0
+    too_many = len(words) + 1
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(" ".join(words[:middle])):
+            fitting = middle
+        else:
+            too_many = middle
+    return block(" ".join(words[:fitting]))
 
 
 def question_of(prompt: Prompt) -> str:
-    """Return the question alone: ``extra_info.question``, or the text after the last ``Question:``
-    of the prompt."""
-    asked = (
-        prompt.extra_info.get("question")
-        or prompt.messages[-1]["content"].rpartition("Question:")[2]
-    )
-    return asked.strip()
+    """Return ``extra_info.question``, or the text after the last ``Question:`` of the prompt."""
+    after_mark = prompt.messages[-1]["content"].rpartition("Question:")[2]
+    return (prompt.extra_info.get("question") or after_mark).strip()
 
 
 class SearchLoop(AgentLoop):
-    """The agent loop of search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``,
-    ``data.max_obs_length``.
+    """The agent loop of search episodes.
 
-    Without ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the
-    question's own passages (RAG). Raises InputError for a retriever that cannot be made.
+    Keys: ``max_turns``, ``do_search``, ``retriever.*``, ``data.max_obs_length``. Without
+    ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the question's own
+    passages (RAG). Raises InputError for a retriever that cannot be made.
     """
 
     tags = tuple(f"<{end}{kind}>" for kind in (SEARCH, ANSWER) for end in ("", "/"))
@@ -149,9 +151,8 @@ class SearchLoop(AgentLoop):
                 self.retrieve = in_process(make_retriever(RetrieverOptions(**retriever.local)))
         except (TypeError, ValueError, RuntimeError, OSError) as error:
             where = "client" if retriever.url is not None else "local"
-            raise InputError(
-                f"retriever.{where}={dict(getattr(retriever, where))}: {error}"
-            ) from error
+            options = dict(getattr(retriever, where))
+            raise InputError(f"retriever.{where}={options}: {error}") from error
 
     async def run(self, episode: Episode) -> None:
         config = self.config
@@ -175,14 +176,12 @@ class SearchLoop(AgentLoop):
     async def search(self, query: str, episode: Episode) -> None:
         """Append the passages that the query finds.
 
-        A turn of ordinary length keeps its room. Where even the tags would take it, the episode is
+        A turn of ordinary length keeps its room. If even the tags would take it, the episode is
         over: neither the question nor what was read is ever dropped.
         """
         (passages,) = await episode.call(lambda: self.retrieve([query], self.config.retriever.topk))
-        room = min(
-            self.config.data.max_obs_length,
-            episode.left - min(episode.limits.turn, episode.left // 2),
-        )
+        kept_for_turn = min(episode.limits.turn, episode.left // 2)
+        room = min(self.config.data.max_obs_length, episode.left - kept_for_turn)
         block = information(passages, room, episode.encode)
         if block is None:
             episode.cut_short()
@@ -190,24 +189,22 @@ class SearchLoop(AgentLoop):
             episode.add(block)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the shares of turns and of episodes, with the metrics of the retriever's
-        client."""
-        counts, self.counts = self.counts, Counter()
+        """Return shares of turns and of episodes, and the metrics of the retriever's client."""
+        counts = self.counts
+        self.counts = Counter()
+        episodes = counts["episodes"]
         turns = counts[SEARCH] + counts[ANSWER] + counts["invalid"]
-        asked = self.client.metrics() if self.client is not None else {}
-        if "retrieval/seconds" in asked:
-            # Like all times: no two runs share it
-            asked["timing_s/retrieval"] = asked.pop("retrieval/seconds")
-        return {
+        metrics = {
             "env/ratio_of_valid_action": 1 - counts["invalid"] / turns if turns else 0.0,
-            "env/number_of_valid_search": counts[SEARCH] / counts["episodes"]
-            if counts["episodes"]
-            else 0.0,
-            "env/finish_ratio": counts["finished"] / counts["episodes"]
-            if counts["episodes"]
-            else 0.0,
-            **asked,
+            "env/number_of_valid_search": counts[SEARCH] / episodes if episodes else 0.0,
+            "env/finish_ratio": counts["finished"] / episodes if episodes else 0.0,
         }
+        if self.client is not None:
+            metrics |= self.client.metrics()
+        if "retrieval/seconds" in metrics:
+            # Among the times, which no two runs share
+            metrics["timing_s/retrieval"] = metrics.pop("retrieval/seconds")
+        return metrics
 
     def close(self) -> None:
         if self.client is not None:
@@ -215,8 +212,7 @@ class SearchLoop(AgentLoop):
 
 
 def in_process(retriever: Any) -> Retrieve:
-    """Return a search in the engine's own thread. It answers without yielding to others, so a
-    replay is exact."""
+    """Return a search in the engine's own thread: it yields to nothing, so a replay is exact."""
 
     async def retrieve(queries: list[str], topk: int) -> list[list[Passage]]:
         return retriever.retrieve(queries, topk)

@@ -7,30 +7,47 @@ carries no loss, no entropy, no KL and no value target (the paper's retrieved-to
 
 from __future__ import annotations
 
-from core.engines.engine import SamplingParams
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from core.algorithm.sequences import count_by_sequence
 from core.ray_trainer import RayPPOTrainer
-from core.rollout.agent_loop import Limits
-from core.types import Prompt, Trajectory
+from core.types import ScoredGroup, TrainBatch
 
 
 class SearchR1Trainer(RayPPOTrainer):
-    """The core trainer with search episodes."""
+    """The core trainer with search episodes (``recipes.search_r1.search_loop``)."""
 
-    async def generate(
-        self, prompt: Prompt, sample_index: int, sampling: SamplingParams
-    ) -> Trajectory:
-        """Play an episode (``recipes.search_r1.search_loop``) under the published lengths.
+    def response_limit(self, prompt_length: int) -> int:
+        """Return the most tokens of an episode behind a prompt, as published.
 
-        ``data.max_response_length`` is a turn's, and prompt and episode together have
+        ``data.max_response_length`` is a turn's. Prompt and episode together have
         ``data.max_prompt_length`` tokens and one turn more.
         """
-        _, whole = self.room(len(prompt.token_ids))
-        limits = Limits(whole, self.config.data.max_response_length)
-        return await self.sampler.sample(prompt, sample_index, sampling, limits)
+        data = self.config.data
+        return data.max_prompt_length + data.max_response_length - prompt_length
 
-    def room(self, prompt: int) -> tuple[int, int]:
-        """Return the tokens of a prompt and of the episode behind it."""
-        return (
-            prompt,
-            self.config.data.max_prompt_length + self.config.data.max_response_length - prompt,
-        )
+    def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
+        """Return the groups as one batch, in the ablation with a loss on retrieved tokens."""
+        batch = super().make_batch(groups_P)
+        if self.config.actor_rollout_ref.actor.state_masking:
+            return batch
+        return training_on_retrieved(batch, groups_P)
+
+
+def training_on_retrieved(batch: TrainBatch, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
+    """Return the batch as if the policy had written the whole responses: the paper's ablation."""
+    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories]
+    masks = []
+    for trajectory in trajectories:
+        masks.append(np.zeros(len(trajectory.prompt_ids), np.bool_))
+        masks.append(np.ones(len(trajectory.response_ids), np.bool_))
+    response_mask = torch.from_numpy(np.concatenate(masks))
+    carries_loss_B = count_by_sequence(batch.loss_mask, batch.lengths) > 0
+    return batch.adding(
+        response_mask=response_mask,
+        loss_mask=response_mask & carries_loss_B.repeat_interleave(batch.lengths),
+        sampled_mask=batch.response_mask,
+    )

@@ -68,7 +68,6 @@ class SFTActorConfig(ActorConfig):
     use_kl_loss: ClassVar[bool] = False
     kl_loss_coef: ClassVar[float] = 0.0
     kl_loss_type: ClassVar[str] = "kl"
-    state_masking: ClassVar[bool] = True
     tau_pos: ClassVar[float] = 1.0
     tau_neg: ClassVar[float] = 1.05
     policy_loss: LikelihoodConfig = LikelihoodConfig()

@@ -37,21 +37,20 @@ import numpy as np
 import torch
 
 from core.data import vocabulary
+from core.data.encoder import Encoder
 from core.data.parquet import (
     JSON_LINES,
     LINE_ERRORS,
     LINE_FIX,
     LINE_RULE,
-    Example,
     ExampleFile,
-    Problems,
     message_of,
     parse_line,
     read_lines,
     without_nulls,
 )
-from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
-from core.errors import InputError
+from core.data.prompts import CHAT_FIX, Choose, question_hash
+from core.errors import InputError, Problems
 from core.files import local_path
 from core.learner.models import resolve_path
 from core.types import TrainBatch
@@ -314,10 +313,6 @@ class DemonstrationFiles:
     def longest(self) -> int:
         """The tokens of the longest demonstration that can be drawn."""
         return max(map(len, self.measured), default=0)
-
-    def examples(self) -> Iterator[Example]:
-        """Yield nothing: what is scored and played are the questions of the validation."""
-        yield from ()
 
     def questions(self) -> Mapping[str, Sequence[int]]:
         """Return, by path, hashes of the prompts whose answers can be drawn."""

@@ -109,7 +109,7 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     """Read the questions anew. Raises InputError where one of them has other ids than when it was
     answered."""
     # Imports torch and transformers, which no dry run needs
-    from core.data.prompts import load_val_prompts
+    from core.data.prompts import PromptFiles, load_val_prompts
     from core.learner.models import load_tokenizer
 
     recipe = manifest["recipe"]
@@ -117,7 +117,8 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     if composed.problems:
         raise InputError(composed.problems)
     data = composed.config.data
-    prompts = load_val_prompts(data, load_tokenizer(composed.config.actor_rollout_ref.model))
+    tokenizer = load_tokenizer(composed.config.actor_rollout_ref.model)
+    prompts = load_val_prompts(PromptFiles(data, tokenizer))
     if questions_hash(prompts) != manifest["settings"]["prompts"]:
         rule = "the questions or their tokenizer are others than those that were answered"
         raise InputError(

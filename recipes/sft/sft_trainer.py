@@ -41,7 +41,7 @@ class RaySFTTrainer(Trainer):
         data = self.config.data
         check_questions(data)
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
-        return PromptStream(data, self.tokenizer, self.config.trainer.seed, files, keeps_tail=True)
+        return PromptStream(data, files, self.config.trainer.seed, keeps_tail=True)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return the tokens of the longest demonstration, which nothing follows, and of the longest
@@ -65,10 +65,11 @@ class RaySFTTrainer(Trainer):
         """
         if self.run.stop.requested:
             raise StopRequested
-        first = self.state.collect.next_ordinal
-        count = min(self.config.data.train_batch_size, self.run.ordinals - first)
+        first = self.state.collect_state.next_ordinal
+        count = min(self.config.data.train_batch_size, self.run.ordinal_limit - first)
         batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
-        self.state = dataclasses.replace(self.state, collect=CollectState(first + count))
+        collect_state = CollectState(first + count)
+        self.state = dataclasses.replace(self.state, collect_state=collect_state)
         return demonstration_batch(batch, self.tokenizer.pad_token_id)
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
@@ -84,7 +85,7 @@ class RaySFTTrainer(Trainer):
                 "perf/total_num_tokens": float(batch.tokens),
             }
         )
-        epoch = self.stream.epoch(self.state.collect.next_ordinal - 1)
+        epoch = self.stream.epoch(self.state.collect_state.next_ordinal - 1)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         self.validate_and_complete(metrics)
 

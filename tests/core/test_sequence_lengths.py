@@ -66,5 +66,5 @@ def test_a_validation_prompt_too(folder):
 def test_searches_come_behind_the_prompt_and_tools_are_counted_with_it(folder):
     """A prompt's length has the tools in it."""
     config = configured(folder, "run", TOOLS, "actor_rollout_ref.rollout.multi_turn.enable=True")
-    assert RayPPOTrainer(config).room(10) == (10, 6)
-    assert SearchR1Trainer(config).room(10) == (10, 60)
+    assert RayPPOTrainer(config).response_limit(10) == 6
+    assert SearchR1Trainer(config).response_limit(10) == 60

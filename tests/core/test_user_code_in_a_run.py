@@ -124,4 +124,4 @@ def test_answers_are_scored_while_others_still_decode(config, manager):
 
 async def one_step(trainer):
     trainer.workers.sync_weights(0)
-    return await asyncio.gather(*(trainer.roll_group(ordinal) for ordinal in range(8)))
+    return await asyncio.gather(*(trainer.generate_group(ordinal) for ordinal in range(8)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from core.data.prompts import PromptStream
+from core.data.prompts import PromptFiles, PromptStream
 from core.rollout.tools import BaseTool, chosen_tools, load_listed
 from core.vision.pictures import pixels
 from data_preprocess import geo3k, geo3k_multiturn_w_tool
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def stream_of(path: Path) -> PromptStream:
     config = data_config(train_files=[str(path)], max_prompt_length=4096)
-    return PromptStream(config, vision_tokenizer(), 1, modality=modality())
+    return PromptStream(config, PromptFiles(config, vision_tokenizer(), modality()), 1)
 
 
 def test_a_row_has_the_prompt_of_verls_script(tmp_path):

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import ExampleFile, Problems
+from core.data.parquet import ExampleFile
+from core.errors import Problems
 from data_preprocess import nq_hotpotqa, qa_test_sets
 from data_preprocess.search_r1_prompts import R1_PROMPT, SEARCH_PROMPT
 

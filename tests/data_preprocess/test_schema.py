@@ -3,8 +3,8 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import ExampleFile, Problems, sha256_of
-from core.errors import InputError
+from core.data.parquet import ExampleFile, sha256_of
+from core.errors import InputError, Problems
 from data_preprocess.schema import make_row, write_rows
 
 

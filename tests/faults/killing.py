@@ -90,7 +90,7 @@ def patch_trainer(backend: str) -> None:
     steps = [0]  # whose metrics were begun
     before(StepMetrics, "__init__", lambda self, step, *_, **__: steps.append(step))
     before(Workers, "update_actor", lambda *_: kill_at("update", steps[-1]))
-    update, roll, log = Workers.update_actor, RayPPOTrainer.roll_group, Tracker.log
+    update, roll, log = Workers.update_actor, RayPPOTrainer.generate_group, Tracker.log
 
     def updated(*args: Any) -> Any:
         found = update(*args)
@@ -106,7 +106,7 @@ def patch_trainer(backend: str) -> None:
         log(self, metrics)
         kill_at("between", metrics.step)
 
-    Workers.update_actor, RayPPOTrainer.roll_group, Tracker.log = updated, rolled, logged
+    Workers.update_actor, RayPPOTrainer.generate_group, Tracker.log = updated, rolled, logged
 
 
 def killed(command: list[str], phase: str, step: int) -> tuple[list[str], dict[str, str]]:

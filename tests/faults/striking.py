@@ -79,10 +79,10 @@ class Striking(RayPPOTrainer):
             self.strike("validation" if self.validating else "rollout")
         return await work
 
-    async def evaluate(self) -> list[Any]:
+    async def answer_val_prompts(self) -> list[Any]:
         self.validating = True
         try:
-            return await super().evaluate()
+            return await super().answer_val_prompts()
         finally:
             self.validating = False
 

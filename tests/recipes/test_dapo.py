@@ -343,7 +343,7 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
     validated = tiny(files, tmp_path / "run", 1, "data.max_response_length=3", FILTERING)
     monkeypatch.setattr(validated, "keep_group", refuse)
     monkeypatch.setattr(validated, "shape_reward", refuse)
-    groups = asyncio.run(validated.evaluate())
+    groups = asyncio.run(validated.answer_val_prompts())
     validated.workers.close()
     assert len(groups) == 4 and not any(
         s.masked or "overlong" in s.parts for g in groups for s in g.scores

@@ -10,7 +10,7 @@ import pytest
 
 from core.config import compose
 from core.engines.engine import SamplingParams
-from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
+from core.rollout.agent_loop import Episode, EpisodeLimits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseTool, load_listed
 from core.tracking.run_manifest import ROOT
@@ -130,7 +130,11 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
                 SamplingParams(max_tokens=24),
             )
             episode = Episode(
-                asked, 0, sampling, Limits(24, 32), TrajectorySampler(engine, words, run_seed=1)
+                asked,
+                0,
+                sampling,
+                EpisodeLimits(24, 32),
+                TrajectorySampler(engine, words, run_seed=1),
             )
             asyncio.run(loop.run(episode))
             trajectory = episode.trajectory()

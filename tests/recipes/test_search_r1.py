@@ -22,7 +22,7 @@ from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
 from core.rewards.layer import RewardLayer
-from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
+from core.rollout.agent_loop import Episode, EpisodeLimits, TrajectorySampler
 from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop
 from recipes.search_r1.index.passages import Passage
@@ -36,6 +36,7 @@ from recipes.search_r1.search_loop import (
     parse_action,
     question_of,
 )
+from recipes.search_r1.search_r1_ray_trainer import training_on_retrieved
 from results.reporting import accuracies
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, gradient
@@ -104,7 +105,9 @@ def play(turns, *overrides: str, passages=PASSAGES, whole=4000, turn=500, made=N
     left, made = list(turns), made or loop(*overrides, passages=passages)
     engine = ScriptedEngine(TOKENIZER, lambda request: left.pop(0))
     sampler = TrajectorySampler(engine, TOKENIZER, run_seed=1)
-    episode = Episode(prompt(), 0, SamplingParams(max_tokens=turn), Limits(whole, turn), sampler)
+    episode = Episode(
+        prompt(), 0, SamplingParams(max_tokens=turn), EpisodeLimits(whole, turn), sampler
+    )
     asyncio.run(made.run(episode))
     return episode.trajectory(), made
 
@@ -297,7 +300,9 @@ def search_batch(state_masking=True):
         groups.append(
             ScoredGroup(dataclasses.replace(prompt(), ordinal=ordinal), trajectories, scores)
         )
-    batch, module = make_batch(groups, 0, state_masking), searching_model()
+    batch, module = make_batch(groups, 0), searching_model()
+    if not state_masking:
+        batch = training_on_retrieved(batch, groups)
     now = torch.zeros(batch.tokens)
     for span in batch.spans(torch.arange(len(batch))):
         ids = batch.input_ids[span]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from core.algorithm import checks
 from core.config.training_keys import AlgorithmConfig
-from core.engines.engine import SampleRequest, SamplingParams
 from core.errors import BrokenInvariant, InputError
 from core.learner.batching import make_batch
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
@@ -61,54 +58,6 @@ def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second)
     for found in (*wrong, (one, None)):
         with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[\[3\], "):
             checks.of_tokens(lambda x, found=found: found, one, one.shape, second)
-
-
-@pytest.mark.parametrize("state_masking", [True, False])
-def test_a_batch_is_what_was_sampled(state_masking):
-    groups = made_groups()
-    groups[0] = dataclasses.replace(
-        groups[0], scores=(Score(1.0, masked=True), *groups[0].scores[1:])
-    )
-    batch = make_batch(groups, 0, state_masking)
-    checks.batch_is_sampled(groups, batch)
-    mask = "response_mask" if state_masking else "sampled_mask"
-    last = torch.arange(batch.tokens) == batch.tokens - 1
-    for name, value, found in (
-        ("input_ids", batch.input_ids.roll(1), "input_ids are not"),
-        (mask, getattr(batch, mask) & ~last, "the mask of 1 tokens"),
-        ("rollout_log_probs", batch.rollout_log_probs.roll(1), "rollout_log_probs"),
-    ):
-        with broken(f"phase batch: {found}"):
-            checks.batch_is_sampled(groups, batch.adding(**{name: value}))
-
-
-def test_what_trains_is_what_the_engine_returned():
-    groups, sampled = made_groups(), checks.SampledTurns()
-    for one in (t for group in groups for t in group.trajectories):
-        first = len(one.response_ids) - 4
-        for turn, (begin, end) in enumerate(((0, first), (first + 2, first + 4))):
-            request = SampleRequest((3, 5, 6), SamplingParams(99), one.seed + 1000 * turn, one.seed)
-            ids, logprobs = one.response_ids[begin:end], one.logprobs[begin:end]
-            sampled.add(
-                request,
-                Trajectory(
-                    [3], ids, [True] * (end - begin), logprobs, (), Stop.EOS, 0, request.seed
-                ),
-            )
-    sampled.check(groups)
-    one = groups[1].trajectories[2]
-    for name, value in (
-        ("response_mask", np.append(one.response_mask[:-1], False)),  # the end of the sequence
-        ("response_mask", np.ones_like(one.response_mask)),  # what a tool wrote
-        ("response_ids", one.response_ids + 1),
-        ("logprobs", one.logprobs * 0.5),
-    ):
-        changed = (*groups[1].trajectories[:2], dataclasses.replace(one, **{name: value}))
-        with broken("of the trajectory of seed 12 are not what the engine returned"):
-            sampled.check([groups[0], dataclasses.replace(groups[1], trajectories=changed)])
-    sampled.forget(oldest=1)
-    assert not sampled.turns
-    sampled.check(groups)  # of a checkpoint: unknown
 
 
 def test_nothing_is_infinite():

@@ -13,7 +13,7 @@ import pytest
 
 from core.checkpoint.store import CheckpointStore
 from core.cluster.ray_pools import kept_from_children
-from core.run import GracefulStop
+from core.graceful_stop import GracefulStop
 from tests.forked import Forked
 
 

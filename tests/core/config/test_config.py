@@ -108,6 +108,9 @@ def test_a_recipe_may_have_keys_of_its_own():
     own = {
         "max_turns",
         "do_search",
+        "data.max_start_length",
+        "data.max_obs_length",
+        "actor_rollout_ref.actor.state_masking",
         *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
     }
     assert convert.flat(config).keys() - convert.flat(Config()).keys() == own

@@ -4,7 +4,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from core.config.training_keys import ModelConfig
-from core.data.prompts import Encoder, truncate
+from core.data.encoder import Encoder
+from core.data.prompts import truncate
 from core.data.vocabulary import ChatError
 from core.errors import InputError
 from core.learner.models import load_tokenizer

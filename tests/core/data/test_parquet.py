@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import ExampleFile, Problems
-from core.errors import InputError
+from core.data.parquet import ExampleFile
+from core.errors import InputError, Problems
 from tests.row_files import plain_row, rows_file, write_parquet
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -100,7 +100,7 @@ def test_a_line_that_is_no_row_is_named_and_hides_no_other(tmp_path):
     file, problems = ExampleFile(tmp_path / "a.JSONL"), Problems()
     assert len(file) == len(bad) + 2
     assert [row.number for row in file.examples(problems)] == [0, len(bad) + 1]
-    (line, rows), (missing, last) = ((rule, rows) for (_, rule, _), rows in problems.found.items())
+    (line, rows), (missing, last) = ((rule, rows) for (_, rule, _), rows in problems.rows.items())
     assert "JSON" in line and [row.partition(":")[0] for row in rows] == [*"1234567"]
     assert missing == "prompt must not be empty" and last == ["8"]
     for place, text in enumerate([*bad, b"[{}]", "{}".encode("utf-16")]):

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
+from core.data.encoder import Encoder
+from core.data.parquet import ExampleFile
+from core.data.prompts import PromptFiles, PromptStream, load_val_prompts, warn_of_trained_questions
 from core.errors import InputError
 from core.types import Prompt
 from tests.row_files import data_config, plain_row, rows_file, write_parquet
@@ -16,12 +18,16 @@ TOKENIZER = tiny_tokenizer()
 CHAT = [{"role": "user", "content": "1+1?"}]
 
 
+def loaded(config, seed, **options):
+    return PromptStream(config, PromptFiles(config, TOKENIZER, **options), seed)
+
+
 def stream(files, seed=1, **changes):
-    return PromptStream(data_config(train_files=files, **changes), TOKENIZER, seed)
+    return loaded(data_config(train_files=files, **changes), seed)
 
 
 def validation(files, **changes):
-    return load_val_prompts(data_config(val_files=files, **changes), TOKENIZER)
+    return load_val_prompts(PromptFiles(data_config(val_files=files, **changes), TOKENIZER))
 
 
 def golds(prompts):
@@ -99,7 +105,7 @@ def test_unshuffled_rows_come_in_file_order(three):
 
 def test_the_data_s_own_seed_goes_first(three):
     def order(seed, own=None):
-        prompts = PromptStream(data_config(train_files=three, seed=own), TOKENIZER, seed)
+        prompts = loaded(data_config(train_files=three, seed=own), seed)
         return [prompts.prompt(ordinal).uid for ordinal in range(24)]
 
     assert order(1) != order(2)
@@ -118,7 +124,10 @@ def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
     assert len(chosen(3)) == 9 and chosen(3) == chosen(3, first=9) != chosen(4)
     in_order = stream(three, shuffle=False, train_max_samples=9)
     assert [in_order.prompt(i).uid for i in (0, 8)] == ["a/train/0", "b/train/1"]
-    assert {row.data_source for row in in_order.files.examples()} == {"a", "b"}
+    seen = []
+    loaded(in_order.config, 1, visit=seen.append)
+    assert [row.number for row in seen] == [*range(7), 0, 1]
+    assert {row.data_source for row in seen} == {"a", "b"}
     assert len(stream(three, train_max_samples=1000)) == 24
 
 
@@ -311,3 +320,21 @@ def test_files_with_different_kinds_of_ground_truth_go_together(tmp_path):
     lists = write_parquet(tmp_path / "b.parquet", [plain_row(5, "qa", reward_model=model)])
     prompts = stream([rows_file(tmp_path / "a.parquet", 2), lists], shuffle=False)
     assert golds(map(prompts.prompt, range(3))) == ["0", "1", model["ground_truth"]]
+
+
+def test_a_start_reads_each_example_once_and_encodes_each_prompt_once(three, monkeypatch):
+    read, encoded = [], []
+    check, encode = ExampleFile._checked, Encoder.encode
+    monkeypatch.setattr(ExampleFile, "_checked", lambda *args: read.append(args[2]) or check(*args))
+    monkeypatch.setattr(
+        Encoder,
+        "encode",
+        lambda self, prompt, *rest: encoded.append(prompt) or encode(self, prompt, *rest),
+    )
+    seen = []
+    prompts = load_val_prompts(
+        PromptFiles(data_config(val_files=three), TOKENIZER, visit=seen.append)
+    )
+    assert len(prompts) == len(seen) == len(read) == len(encoded) == len(set(encoded)) == 24
+    loaded(data_config(train_files=three), 1)
+    assert len(read) == len(encoded) == 48

@@ -14,7 +14,13 @@ from core.config import compose
 from core.data.draw_order import sampling_seed
 from core.engines.engine import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, TrajectorySampler, make_agent_loop
+from core.rollout.agent_loop import (
+    AgentLoop,
+    Episode,
+    EpisodeLimits,
+    TrajectorySampler,
+    make_agent_loop,
+)
 from core.types import Prompt, Stop
 from tests.scripted_engine import LOGPROB, ScriptedEngine
 from tests.tiny import tiny_tokenizer
@@ -40,7 +46,7 @@ def episode(
         TrajectorySampler(engine, TOKENIZER, run_seed=1),
         SamplingParams(max_tokens=999),
     )
-    return Episode(prompt(ordinal=ordinal), index, sampling, Limits(response, turn), sampler)
+    return Episode(prompt(ordinal=ordinal), index, sampling, EpisodeLimits(response, turn), sampler)
 
 
 def scripted(*turns: str) -> ScriptedEngine:
@@ -146,7 +152,7 @@ def test_tags_that_an_answer_s_text_lacks_are_refused(special):
     words = tiny_tokenizer()
     words.add_tokens(["<ask>", "</ask>"], special_tokens=special)
     sampler = TrajectorySampler(scripted("<ask>x</ask>"), words, run_seed=1)
-    playing = Episode(prompt(), 0, SamplingParams(max_tokens=99), Limits(99, 99), sampler)
+    playing = Episode(prompt(), 0, SamplingParams(max_tokens=99), EpisodeLimits(99, 99), sampler)
     if not special:
         assert Loop(None, words).tags == Loop.tags
         assert asyncio.run(playing.turn(stop=ASK)).text == "<ask>x</ask>"

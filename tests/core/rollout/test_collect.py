@@ -13,7 +13,7 @@ from core.rollout.collect import (
     CollectState,
     Exhausted,
     StopRequested,
-    collect,
+    collect_groups,
 )
 from core.types import Dropped, Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -67,7 +67,7 @@ def run(
     **kwargs,
 ):
     limits = CollectLimits(wanted, in_flight, drawn, raise_on_exhausted)
-    return asyncio.run(collect(rollouts, keep, state or CollectState(), limits, **kwargs))
+    return asyncio.run(collect_groups(rollouts, keep, state or CollectState(), limits, **kwargs))
 
 
 def lowest(keep, first, wanted, version=0):

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.data.draw_order import derive_seed, sampling_seed
-from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead
+from core.rollout.collect import CollectLimits, CollectState, collect_groups
+from core.rollout.collect_ahead import collect_ahead
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts
@@ -65,7 +66,7 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
 
     async def two_phases(rollouts, state):
         """A step's collection, then the next one's with the same policy, on one event loop."""
-        collected = await collect(rollouts, keep, state, limits, ahead=True)
+        collected = await collect_groups(rollouts, keep, state, limits, ahead=True)
         return collected, await collect_ahead(rollouts, keep, collected, limits)
 
     for step in range(1, STEPS + 1):
@@ -79,9 +80,10 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         for ordinal in rollouts.aborted:
             finished.remove(ordinal)
         assert len(finished) == len(set(finished))
-        assert list(state.carried) == list(collected.window)
+        assert list(state.carried) == list(collected.ahead_window)
         assert (
-            state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
+            state.next_ordinal == collected.ahead_window.start >= start + P
+            and len(collected.ahead_window) >= P
         )
         assert {verdict.version for verdict in state.carried.values()} == {step - 1}
         if step == stop_after:  # killed and resumed: only the state is left
@@ -160,7 +162,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
 
 def test_a_run_that_goes_on_without_staleness_trains_no_answer_of_an_older_policy(folder):
     stale = fit(folder, "stale", *STALE, steps=3)
-    assert stale.run.state.collect.carried == {}  # the last step looks no further
+    assert stale.run.state.collect_state.carried == {}  # the last step looks no further
     part = folder / "turned"
     shutil.copytree(stale.run.run_dir, part)
     shutil.rmtree(part / "global_step_3")
@@ -177,7 +179,7 @@ def test_on_policy_nothing_is_collected_ahead(folder):
         step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one
     )
     assert (
-        not run.state.collect.carried
+        not run.state.collect_state.carried
         and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
     )
 

@@ -7,8 +7,8 @@ import random
 
 from core.engines.engine import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
-from core.rollout.agent_loop import Barrier
-from core.rollout.collect import CollectLimits, CollectState, collect
+from core.rollout.barrier import Barrier
+from core.rollout.collect import CollectLimits, CollectState, collect_groups
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -95,7 +95,7 @@ def decoded_together(seed: int) -> list[tuple[int, ...]]:
     def mixed(group):
         return len({score.value for score in group.scores}) > 1
 
-    asyncio.run(collect(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
+    asyncio.run(collect_groups(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
     return steps
 
 

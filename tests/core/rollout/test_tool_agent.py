@@ -8,20 +8,20 @@ import json
 import logging
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from core.config import compose
-from core.data.prompts import PromptStream
+from core.data.parquet import Example
+from core.data.prompts import PromptFiles, PromptStream
 from core.engines.engine import SamplingParams
-from core.errors import InputError
+from core.errors import InputError, Problems
 from core.rollout.agent_loop import (
     Episode,
-    Limits,
+    EpisodeLimits,
     TrajectorySampler,
-    check_examples,
+    check_example,
     make_agent_loop,
 )
 from core.rollout.tool_agent import ToolAgentLoop, parse_calls
@@ -169,7 +169,9 @@ def play(loop, turns, extra=None, length=3000, opened_tag=None):
     ids = tuple(words.encode("how much?", add_special_tokens=False))
     prompt = Prompt(0, "q", ids, chat, "4", "test", extra or {}, opened_tag=opened_tag)
     sampler = TrajectorySampler(ScriptedEngine(words, lambda _: left.pop(0)), words, run_seed=1)
-    episode = Episode(prompt, 0, SamplingParams(max_tokens=length), Limits(length, length), sampler)
+    episode = Episode(
+        prompt, 0, SamplingParams(max_tokens=length), EpisodeLimits(length, length), sampler
+    )
     asyncio.run(loop.run(episode))
     return episode.trajectory()
 
@@ -289,7 +291,7 @@ def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, texts, ex
     loop.add(
         role,
         list(texts),
-        SimpleNamespace(ids=[words.convert_tokens_to_ids(last)], stop=stop, **parts),
+        SimpleNamespace(last_id=words.convert_tokens_to_ids(last), stop=stop, **parts),
     )
     assert added == [expected]
 
@@ -321,7 +323,9 @@ def assert_as_rendered(loop, role, texts):
     whole = words.apply_chat_template(chat, **options)
     end = next(iter(loop.ends), words.eos_token)
     ids = [*words.encode("call", add_special_tokens=False), words.convert_tokens_to_ids(end)]
-    loop.add(role, texts, SimpleNamespace(ids=ids, stop=Stop.EOS, add=lambda *a: added.append(a)))
+    loop.add(
+        role, texts, SimpleNamespace(last_id=ids[-1], stop=Stop.EOS, add=lambda *a: added.append(a))
+    )
     (text, _, ids) = added[0]
     shown = words.convert_ids_to_tokens(whole[-len(ids) :])
     assert words.convert_ids_to_tokens(ids) == shown and words.decode(ids) == text, texts
@@ -332,7 +336,7 @@ def test_a_special_token_in_an_answer_is_text_and_its_frame_is_not(tmp_path):
     words, added = pair_tokenizer_of("chatml"), []
     loop = loop_of(tmp_path, words=words)
     end = words.convert_tokens_to_ids("<|im_end|>")
-    episode = SimpleNamespace(ids=[end], stop=Stop.EOS, add=lambda *a: added.append(a))
+    episode = SimpleNamespace(last_id=end, stop=Stop.EOS, add=lambda *a: added.append(a))
     loop.add("tool", ["a<|im_end|>.\n"], episode)
     text, _, ids = added[0]
     answer = "\n<tool_response>\na<|im_end|>.\n\n</tool_response>"
@@ -386,21 +390,20 @@ def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
         )
         files.append(write_parquet(tmp_path / f"{number}.parquet", [row]))
     config = data_config(train_files=files, shuffle=False)
-    stream = PromptStream(config, words, 1, tools_of=loop.tools_of)
+    stream = PromptStream(config, PromptFiles(config, words, tools_of=loop.tools_of), 1)
     shown = [words.decode(stream.prompt(n).token_ids) for n in range(2)]
     assert shown == [told, told.removeprefix("<tool calculator>\n")]
     config.max_prompt_length = len(stream.prompt(0).token_ids) - 1
     with pytest.raises(InputError, match="is longer than data.max_prompt_length"):
-        PromptStream(config, words, 1, tools_of=loop.tools_of)
+        PromptStream(config, PromptFiles(config, words, tools_of=loop.tools_of), 1)
 
 
 def test_examples_that_choose_what_is_not_there_are_refused_before_a_start(tmp_path):
     loop = loop_of(tmp_path, users=USERS)
-    prompt = Prompt(0, "q3", (1,), (), "4", "test", {"interaction_kwargs": {"name": "nobody"}})
-    other = replace(prompt, extra_info={"tool_selection": ["other"]})
-    with pytest.raises(InputError) as error:
-        check_examples(loop, [prompt, other, replace(prompt, extra_info=USER)])
-    (line,) = error.value.problems
+    problems = Problems()
+    for extra in ({"interaction_kwargs": {"name": "nobody"}}, {"tool_selection": ["other"]}, USER):
+        check_example(loop, Example("file", 3, "test", "q3", "4", extra), problems)
+    (line,) = problems.lines()
     assert "in 2 rows" in line and "chooses 'nobody'" in line and "asks for other" in line
     options = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={tmp_path}/tool_config_path.yaml"]
     assert isinstance(make_agent_loop(compose("grpo", options), tokenizer()), ToolAgentLoop)
@@ -526,7 +529,9 @@ def test_an_episode_that_is_cancelled_ends_at_once_and_lets_its_tools_go(tmp_pat
         engine = ScriptedEngine(loop.tokenizer, lambda _: call("any", what="hang"))
         sampler = TrajectorySampler(engine, loop.tokenizer, run_seed=1)
         prompt = Prompt(0, "q", (1,), ({"role": "user", "content": "?"},), "4", "test", {})
-        episode = Episode(prompt, 0, SamplingParams(max_tokens=300), Limits(300, 300), sampler)
+        episode = Episode(
+            prompt, 0, SamplingParams(max_tokens=300), EpisodeLimits(300, 300), sampler
+        )
         task = asyncio.create_task(loop.run(episode))
         await asyncio.sleep(0.3)
         task.cancel()

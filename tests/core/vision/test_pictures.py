@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from core.data.prompts import PromptStream, load_val_prompts
+from core.data.prompts import PromptFiles, PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
 from core.vision.pictures import (
@@ -40,6 +40,10 @@ from tests.tiny import tiny_tokenizer
 FORMAT, READING = picture_format(), modality()
 
 
+def stream_of(config, words, modality):
+    return PromptStream(config, PromptFiles(config, words, modality), 1)
+
+
 def row(index, *images, prompt=None, **more):
     content = f"{MARKER * len(images)}how many? {index}" if prompt is None else prompt
     cells = [
@@ -52,7 +56,7 @@ def row(index, *images, prompt=None, **more):
 def refused(tmp_path, *rows, modality=READING, **data):
     path = write_parquet(tmp_path / "bad.parquet", list(rows))
     with pytest.raises(InputError) as error:
-        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, modality=modality)
+        stream_of(data_config(train_files=[path], **data), tokenizer(), modality)
     return "\n".join(error.value.problems)
 
 
@@ -129,7 +133,7 @@ def test_bounds_of_one_picture_in_its_cell_act_before_those_of_the_model(tmp_pat
     rows = [row(number, *cells, prompt=MARKER * 2) for number, cells in enumerate([within, files])]
     path = write_parquet(tmp_path / "a.parquet", rows)
     data = data_config(train_files=[path], max_prompt_length=2_000, shuffle=False)
-    stream = PromptStream(data, tokenizer(), 1, modality=modality(kind))
+    stream = stream_of(data, tokenizer(), modality(kind))
     bounded = stream.prompt(0).media.pictures
     least = bounds.get("min_pixels") or 4 * factor**2
     most = bounds.get("max_pixels") or 16_384 * factor**2
@@ -217,7 +221,7 @@ def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
         tmp_path / "none.parquet",
         [{**plain_row(0), "images": None}, {**plain_row(1), "images": []}],
     )
-    assert len(PromptStream(data_config(train_files=[path]), tiny_tokenizer(), 1)) == 2
+    assert len(stream_of(data_config(train_files=[path]), tiny_tokenizer(), TEXT)) == 2
 
 
 def test_a_prompt_with_pictures_is_never_cut(tmp_path):
@@ -226,14 +230,14 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path):
     assert "in 1 row (1: 49 tokens)" in refused(tmp_path, *rows, truncation="left", **short)
     path = write_parquet(tmp_path / "a.parquet", rows)
     config = data_config(train_files=[path], filter_overlong_prompts=True, **short)
-    assert len(PromptStream(config, tokenizer(), 1, modality=READING)) == 1
+    assert len(stream_of(config, tokenizer(), READING)) == 1
 
 
 def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
     path = write_parquet(
         tmp_path / "a.parquet", [row(0, png(), png(1, 112, 56), prompt=f"a{MARKER}b{MARKER}c")]
     )
-    (prompt,) = load_val_prompts(data_config(val_files=[path]), tokenizer(), READING)
+    (prompt,) = load_val_prompts(PromptFiles(data_config(val_files=[path]), tokenizer(), READING))
     text = tokenizer().decode(prompt.token_ids)
     marks = ["<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" for count in (4, 8)]
     assert f"user: a{marks[0]}b{marks[1]}c" in text
@@ -248,7 +252,7 @@ def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
 def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
     rows = [row(0, png(seed), prompt=f"{MARKER}?", extra_info={"note": "x"}) for seed in (0, 1, 0)]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, modality=READING)
+    stream = stream_of(data_config(train_files=[path]), tokenizer(), READING)
     uids = [stream.files.prompt(index, index).uid for index in range(3)]
     assert uids[0] == uids[2] != uids[1]
 
