@@ -143,8 +143,8 @@ class SCHEMA(Config):
     mine: MineConfig = MineConfig()
 """
 RULES = """
-def bonus_is_small(c):
-    if c.config.mine.bonus > 1:
+def bonus_is_small(config):
+    if config.mine.bonus > 1:
         yield "mine.bonus", "must be at most 1", "lower it"
 PROBLEMS = (bonus_is_small,)
 """
