@@ -1,12 +1,14 @@
 """Run what is missing of a paper's table, and print its page: ``recipes/<paper>/reproduce.sh``.
 
 A run of the miniature is forked from one process that has imported everything. Its record is kept
-under a hash of its arguments, so that tables share runs, and a stopped command goes on.
+under a hash of its arguments and of the code, so that tables share runs, a stopped command goes on,
+and a change of the code makes every run anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -29,7 +31,7 @@ from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.files import write_atomic
 from core.tracking.loggers import progress
-from core.tracking.run_manifest import git_state
+from core.tracking.run_manifest import ROOT, git_state
 from results.reporting.run_scripts import read_script
 from results.tables import page
 from results.tables.table import PAGES, Measure, Numbers, Table, tables_of
@@ -38,6 +40,7 @@ OUTPUTS = Path("outputs/tables")
 AGAIN_SEED = 100  # added to a row's seed in the control `again`
 PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
+CODE = ("core/**/*.py", "recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/*.py")
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
 Run = tuple[str, int]  # a row, or a control of the first row, and a seed
 
@@ -56,8 +59,15 @@ def arguments(table: Table, run: Run) -> list[str]:
     return [*execution, *table.lab.keys, *row.keys, *row.lab_keys]
 
 
+@functools.cache
+def code_digest() -> str:
+    """Return a hash of the code and the presets that decide a run."""
+    files = sorted(path for pattern in CODE for path in ROOT.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def record_file(table: Table, run: Run) -> Path:
-    content = [*arguments(table, run), run[0] == "rewards_of_others"]
+    content = [code_digest(), *arguments(table, run), run[0] == "rewards_of_others"]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     return OUTPUTS / table.recipe / f"{digest}.json"
 
@@ -86,9 +96,8 @@ def train(table: Table, run: Run) -> None:
     if manifest["status"] != "finished":
         raise SystemExit(f"the run is {manifest['status']}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
     record = {
-        "metrics": [{k: v for k, v in row.items() if k.startswith("val-")} for row in rows],
+        "metrics": [json.loads(line) for line in lines],
         "cpu_seconds": round(time.process_time(), 1),
         "commit": git_state()["commit"][:10],
         "base": manifest["models"]["actor"]["sha256"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -179,3 +180,16 @@ def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
     measure = table.lab.measures["accuracy"]
     assert runner.measured(measure, rows) == 40.0
     assert runner.measured(measure.model_copy(update={"over": "all"}), rows) == 30.0
+
+
+def test_a_record_of_other_code_or_of_another_control_is_not_used(monkeypatch):
+    table = next(table for table in tables_of("search_r1") if table.name == "masking")
+    record = runner.record_file(table, ("masked", 1))
+    assert record != runner.record_file(table, ("rewards_of_others", 1))
+    assert record.name != runner.record_file(table, ("again", 1)).name
+    monkeypatch.setattr(runner, "code_digest", lambda: "planted")
+    assert record != runner.record_file(table, ("masked", 1))
+
+
+def test_what_is_imported_before_the_forks_exists():
+    assert all(importlib.util.find_spec(module) for module in runner.PRELOADED)
