@@ -98,7 +98,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     for table, numbers in tables:
         yield PAGES / f"{table.id}.md", render(table, numbers)
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
-    yield with_lines(PAGES / "README.md", statement_lines(tables, ""))
     yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
     yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", headlines=True))
     for recipe in {table.recipe for table, _ in tables}:

@@ -104,7 +104,8 @@ class Table(Part):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude=WORDS).encode()).hexdigest()[:16]
+        content = json.dumps(self.model_dump(exclude=WORDS), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def compared(self) -> dict[str, str]:
