@@ -379,6 +379,7 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
     """
     limit = config.trainer.max_restarts
     restarts = 0
+    saved_step = 0
     began_in = os.getcwd()  # a scorer may change it, and paths of data and models are relative
     while True:
         trained = trainer(config)
@@ -400,7 +401,9 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
         os.chdir(began_in)
         if trained.run.has_own_checkpoint:  # else it begins again where the command says
             config = convert.replaced(config, {"trainer.resume_mode": "auto"})
-        log.error("restart %d of %d, after step %d", restarts, limit, trained.run.saved_step or 0)
+        # A restart that found no room for its processes has read no checkpoint
+        saved_step = trained.run.saved_step or saved_step
+        log.error("restart %d of %d, after step %d", restarts, limit, saved_step)
 
 
 def _end(error: Exception, run_dir: Path) -> NoReturn:

@@ -285,7 +285,7 @@ def trained(tmp_path, errors):
             self.run = SimpleNamespace(
                 run_dir=tmp_path,
                 stop=SimpleNamespace(requested=False),
-                saved_step=2,
+                saved_step=2 if len(attempts) == 1 else None,  # no room: no checkpoint is read
                 has_own_checkpoint=False,
             )
 
@@ -309,3 +309,8 @@ def test_a_restart_that_finds_no_room_counts_and_a_start_that_does_is_refused(tm
     assert trained(tmp_path, [room]) == (1, 2)
     assert trained(tmp_path, [lost, room]) == (3, 0)
     assert trained(tmp_path, [lost, room, room]) == (3, 1)
+
+
+def test_a_restart_that_found_no_room_names_the_step_of_the_newest_checkpoint(tmp_path, caplog):
+    trained(tmp_path, [WorkersLost("died"), NoRoom("no room")])
+    assert "restart 2 of 2, after step 2" in caplog.text
