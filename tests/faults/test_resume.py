@@ -61,8 +61,10 @@ def grpo(files) -> tuple[Callable, Path]:
 
 
 @pytest.mark.processes
-def test_ctrl_c_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, files):
-    (factory, whole), run, log = grpo, files / "interrupted", files / "interrupted.log"
+def test_ctrl_c_kills_and_a_damaged_checkpoint_leave_no_trace(files):
+    factory = command(files, "grpo", STEPS, *KL)
+    whole = run_uninterrupted(factory, files / "undisturbed").folder
+    run, log = files / "interrupted", files / "interrupted.log"
     with launched(factory(run), run) as process:
         # Step 0 is a validation
         while process.poll() is None and len(read_lines(run / "metrics.jsonl")) < 2:

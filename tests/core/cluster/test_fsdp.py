@@ -108,10 +108,13 @@ def models(tmp_path_factory):
     }
 
 
-def on_ranks(world, folder, jobs):
-    """Starts ``world`` processes that do all jobs, and returns what rank 0 found."""
+def on_ranks(world, folder, jobs, start_method="spawn"):
+    """Starts ``world`` processes that do all jobs, and returns what rank 0 found.
+
+    Forked, they import nothing anew: not where Ray or vLLM ran before in this process.
+    """
     ranks = {"args": (world, folder, jobs), "nprocs": world}
-    mp.start_processes(fsdp_ranks.run, **ranks, start_method="fork")  # nothing is imported anew
+    mp.start_processes(fsdp_ranks.run, **ranks, start_method=start_method)
     return SimpleNamespace(
         **{name: torch.load(folder / f"{name}.pt", weights_only=True) for name in jobs}
     )
@@ -197,7 +200,7 @@ def two(models, tmp_path_factory):
     for name, knobs in SHARING.items():
         options = {"batch": mixed_batch(n=6, alike=True), "ref": True}
         jobs[name] = ("train_sharing_prompts", cluster_config(models["untied"], *knobs), options)
-    found = on_ranks(2, folder, jobs)
+    found = on_ranks(2, folder, jobs, "fork")
     found.folder = folder
     return found
 
@@ -309,7 +312,7 @@ def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):
     job = {"one": ("train", config, {"batch": batch, "load": two.folder / "ckpt"})}
     after = {**straight, "metrics": straight["metrics"][1:]}
     assert_same_training(two.loaded, after)
-    assert_same_training(on_ranks(1, tmp_path, job).one, after)
+    assert_same_training(on_ranks(1, tmp_path, job, "fork").one, after)
     assert_same_training(train_local(config, batch, load=two.folder / "ckpt"), after)
 
 
