@@ -24,6 +24,7 @@ from core.config.schema import Config
 from core.data.prompts import PromptStream, warn_of_trained_questions
 from core.engines.engine import sampling_params
 from core.learner.batching import make_batch
+from core.learner.step_settings import needs_old_log_probs
 from core.rewards.scorer_check import check_hooks
 from core.rollout.collect import (
     Collected,
@@ -201,7 +202,7 @@ class RayPPOTrainer(Trainer):
         prompt = self.stream.prompt(ordinal)
         sample_indices = range(self.config.actor_rollout_ref.rollout.n)
         answering = [self.score_answers(prompt, sample_indices, self.train_sampling)]
-        if self.needs.baseline:
+        if self.config.algorithm.estimator.greedy_baseline:
             greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
             answering.append(self.score_answers(prompt, [GREEDY], greedy_sampling))
         group, *greedy_group = await results_of(answering)
@@ -254,19 +255,24 @@ class RayPPOTrainer(Trainer):
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only if it is read."""
-        if self.needs.old_log_probs(batch):
+        if self.needs_old_log_probs(batch):
             with metrics.time("old_log_prob"):
                 log_prob, entropy = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob)
             metrics.add(log_prob_metrics(batch.adding(entropy=entropy)))
-        if self.needs.ref:
+        if self.config.needs_ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
-        if self.needs.critic:
+        if self.config.has_critic:
             with metrics.time("values"):
                 batch = batch.adding(values=self.workers.compute_values(batch))
         checks.finite(batch, "log_probs", "old_log_probs", "ref_log_prob", "values")
         return batch
+
+    def needs_old_log_probs(self, batch: TrainBatch) -> bool:
+        """Return whether the step needs a pass for the old log-probs of this batch."""
+        prompts = int(batch.group.max()) + 1
+        return needs_old_log_probs(self.config, prompts)
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Weigh or reject tokens whose probability differs between engine and learner.

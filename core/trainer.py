@@ -22,7 +22,7 @@ from core.engines.in_process_engine import InProcessEngine
 from core.errors import Problems, UnhealthyRun, memory_phase
 from core.learner.batching import mini_batching
 from core.learner.models import check_lengths, load_modality, load_tokenizer
-from core.learner.step_settings import StepNeeds, multiplier
+from core.learner.step_settings import multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.reward_model import load_scoring_tokenizer
 from core.rewards.scorer_check import Known, ScorerCheck
@@ -59,7 +59,6 @@ class Trainer:
         self.config = config
         self.state = state
         self.run = Run(config, state)
-        self.needs = StepNeeds.of(config)
         val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
         self.val_sampling = sampling_params(config, val_kwargs)
         actor = config.actor_rollout_ref.actor
@@ -96,7 +95,7 @@ class Trainer:
             scoring_tokenizer = load_scoring_tokenizer(self.config.reward_model.model)
             self.set_template_date(getattr(scoring_tokenizer, "chat_template", None))
         self.check_sizes()
-        checkpoint = self.run.open(self.stream, critic=self.needs.critic)
+        checkpoint = self.run.open(self.stream, critic=self.config.has_critic)
         with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(self.config.trainer))
         try:
@@ -183,8 +182,13 @@ class Trainer:
         else:
             from core.cluster.workers import LocalWorkers as Backend
 
-        needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
-        return Backend(self.config, self.tokenizer, device, **needs)
+        return Backend(
+            self.config,
+            self.tokenizer,
+            device,
+            needs_ref=self.config.needs_ref,
+            needs_critic=self.config.has_critic,
+        )
 
     def attach_engine(self, engine: Any) -> None:
         """Sample from this engine from now on."""
@@ -299,7 +303,7 @@ class Trainer:
         config = self.config
         total_steps = self.run.total_steps
         first_policy_step = 1
-        if self.needs.critic:
+        if config.has_critic:
             first_policy_step = max(1, config.trainer.critic_warmup)
             lr_multiplier = multiplier(config.critic.optim, metrics.step - 1, total_steps)
             with metrics.time("update_critic"):

@@ -6,11 +6,9 @@ The schedule of the learning rate counts RL steps. This module imports no torch:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from core.config.schema import Config
-from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.training_keys import OptimConfig
@@ -31,48 +29,23 @@ def head_logits(memory: float | None) -> int:
     return max(CPU_LOGITS, min(GPU_LOGITS, affordable))
 
 
-@dataclass(frozen=True)
-class StepNeeds:
-    """What a step needs beside the policy."""
+def needs_old_log_probs(config: Config, prompts: int) -> bool:
+    """Return whether a step of so many prompts needs a pass for the old log-probs.
 
-    critic: bool
-    ref: bool
-    baseline: bool  # a greedy answer to every prompt
-    recompute_old_log_probs: Literal["always", "if_off_policy", "never"]
-    prompts_per_mini_batch: int
-
-    @classmethod
-    def of(cls, config: Config) -> StepNeeds:
-        algorithm = config.algorithm
-        actor = config.actor_rollout_ref.actor
-        recompute = "if_off_policy"
-        if algorithm.rollout_correction.bypass_mode:
-            recompute = "never"  # the engine's log-probs serve as the old ones
-        elif (
-            algorithm.use_kl_in_reward
-            or actor.policy_loss.entry.selects is not None
-            or actor.ppo_epochs > 1
-            or algorithm.rollout_correction.uses_old_log_probs
-        ):
-            recompute = "always"
-        return cls(
-            critic=config.has_critic,
-            ref=config.needs_ref,
-            baseline=algorithm.estimator.greedy_baseline,
-            recompute_old_log_probs=recompute,
-            prompts_per_mini_batch=actor.ppo_mini_batch_size,
-        )
-
-    def old_log_probs(self, batch: TrainBatch) -> bool:
-        """Return whether the step needs a pass for the old log-probs of this batch.
-
-        With one mini-batch the ratio is 1 by definition: the update's own pass then gives the old
-        log-probs. All mini-batches after the first train a policy that has moved.
-        """
-        if self.recompute_old_log_probs == "if_off_policy":
-            prompts = int(batch.group.max()) + 1
-            return prompts > self.prompts_per_mini_batch
-        return self.recompute_old_log_probs == "always"
+    With one mini-batch the ratio is 1 by definition: the update's own pass then gives the old
+    log-probs. All mini-batches after the first train a policy that has moved.
+    """
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
+    if algorithm.rollout_correction.bypass_mode:
+        return False  # the engine's log-probs serve as the old ones
+    is_off_policy = prompts > actor.ppo_mini_batch_size or actor.ppo_epochs > 1
+    return (
+        is_off_policy
+        or algorithm.use_kl_in_reward
+        or actor.policy_loss.entry.selects is not None
+        or algorithm.rollout_correction.uses_old_log_probs
+    )
 
 
 # -- the learning rate -----------------------------------------------------------------------------

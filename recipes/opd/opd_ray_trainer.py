@@ -7,7 +7,6 @@ token.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 
 import torch
@@ -23,11 +22,9 @@ from core.types import StepMetrics, TrainBatch
 class RayOPDTrainer(RayPPOTrainer):
     """The core trainer with a teacher whose log-probs are advantages."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        # Else the engine's log-probs are the student's
-        if self.needs.recompute_old_log_probs != "never":
-            self.needs = dataclasses.replace(self.needs, recompute_old_log_probs="always")
+    def needs_old_log_probs(self, batch: TrainBatch) -> bool:
+        """Return True, unless the engine's log-probs serve as the student's."""
+        return not self.config.algorithm.rollout_correction.bypass_mode
 
     def load_data(self) -> None:
         """Load the data, and refuse a teacher whose token ids mean other tokens. Raises

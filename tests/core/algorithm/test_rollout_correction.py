@@ -16,7 +16,7 @@ from core.config import compose
 from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
-from core.learner.step_settings import StepNeeds
+from core.learner.step_settings import needs_old_log_probs
 from core.tracking.metric_sums import MetricSums
 from tests.core.learner.test_learner import (
     actor,
@@ -221,8 +221,5 @@ def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before
 )
 def test_the_old_log_prob_pass_is_made_where_weights_are_made_of_it(settings, pass_needed):
     config = compose("grpo", ["preset=lab", *(f"{KEY}.{one}" for one in settings)])
-    needs = StepNeeds.of(config)
-    one = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
-    assert needs.old_log_probs(one) == pass_needed
-    many = batch_of(*(torch.zeros(99, 2),) * 2, torch.ones(99, 2, dtype=torch.bool))
-    assert needs.old_log_probs(many) == (settings != ("bypass_mode=True",))
+    assert needs_old_log_probs(config, prompts=1) == pass_needed
+    assert needs_old_log_probs(config, prompts=99) == (settings != ("bypass_mode=True",))
