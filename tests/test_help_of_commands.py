@@ -15,7 +15,12 @@ from core.tracking.run_manifest import ROOT
 from tests.test_structure import modules
 
 # Started by other processes with what they need on stdin or in the environment; nobody types them.
-NOT_TYPED = {"core.rewards.grader_process", "core.rewards.graders", "reward_scores.sandbox.harness"}
+NOT_TYPED = {
+    "core.rewards.grader_process",
+    "core.rewards.graders",
+    "recipes.launch.strikes",
+    "reward_scores.sandbox.harness",
+}
 
 
 def test_each_command_and_each_argument_is_explained(monkeypatch, capsys, tmp_path, subtests):

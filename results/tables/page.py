@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,4 +121,5 @@ def update() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m results.tables.page", description=__doc__).parse_args()
     update()

@@ -222,8 +222,8 @@ def shell(command: str) -> int:
 
 def main() -> int:
     """Do what the command line names and return the exit status: 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="reproduce.sh", description=__doc__)
-    parser.add_argument("recipe", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser("python -m results.tables.runner", description=__doc__)
+    parser.add_argument("recipe", help="folder of the paper, as dapo; its reproduce.sh gives it")
     parser.add_argument("table", nargs="?", help="without one the paper's tables are listed")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default 2)")
     parser.add_argument("--seeds", type=int, help="fewer than the table's: a pilot without a page")
