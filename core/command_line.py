@@ -338,7 +338,9 @@ def choices(hint: Any) -> str:
     """Return the names or bounds that a type admits, in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
-    parts = [part.rule if isinstance(part, Limit) else choices(part) for part in get_args(hint)]
+    parts = [
+        part.requirement if isinstance(part, Limit) else choices(part) for part in get_args(hint)
+    ]
     return ", ".join(filter(None, parts))
 
 

@@ -41,7 +41,7 @@ class RayWorkers(RayProcesses):
     """
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
-        super().__init__(config, device, known=known_ids(tokenizer), **learner)
+        super().__init__(config, device, known_token_ids=known_ids(tokenizer), **learner)
         rollout = config.actor_rollout_ref.rollout
         self.bucket_bytes = rollout.update_weights_bucket_megabytes * 2**20
         self.broadcasts = not config.actor_rollout_ref.hybrid_engine

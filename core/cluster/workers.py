@@ -82,7 +82,7 @@ class LocalWorkers:
         self.config = config
         self.tokenizer = tokenizer
         self.threads = torch.get_num_threads()
-        self.models = Models(config, device, known=known_ids(tokenizer), **needs)
+        self.models = Models(config, device, known_token_ids=known_ids(tokenizer), **needs)
         self.engine: RolloutEngine | None = None
         self.reward_model: RewardModelCall | None = None
         module = self.models.actor.module

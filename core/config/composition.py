@@ -25,7 +25,7 @@ from core.config import convert, defaults, recipes, rules, verl_names
 from core.config.convert import nested, over
 from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
-from core.config.section import NO_SECTION, Problem, brief, show
+from core.config.section import IS_SECTION, Problem, brief, show
 from core.config.unused_keys import unused
 from core.config.verl_names import Line
 from core.errors import InputError
@@ -282,7 +282,7 @@ def _set(key: str, value: Any, layer: Layer, line: Line) -> None:
     elif reading and reading.unused and not in_schema:
         layer.unused[key] = (value, reading.unused)
     elif key in convert.sections(line.schema):
-        layer.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
+        layer.problems.append(Problem(key, value, IS_SECTION, "set one of its keys"))
     elif not known:
         layer.problems.append(verl_names.unknown_key(key, value, line))
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from core.config import convert
 from core.config.paths import run_folder
 from core.config.schema import Config
-from core.config.section import Problem, mark
+from core.config.section import Problem, key_option
 from core.config.training_keys import ACTOR, LearnerConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -112,7 +112,7 @@ def resolve(config: Config, recipe: str) -> Config:
     sections = {"": type(config), **convert.sections(type(config))}
     for key in keys:
         section, _, name = key.rpartition(".")
-        followed = mark(sections[section], name, "follows")
+        followed = key_option(sections[section], name, "follows")
         if followed and convert.get(config, key) is None:
             config = convert.replaced(config, {key: convert.get(config, followed)})
     return config

@@ -19,13 +19,13 @@ from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
 from core.config.section import (
     IDENTITY,
-    NO_SECTION,
+    IS_SECTION,
     UNKNOWN,
     Problem,
     build,
     hints,
     is_section,
-    mark,
+    key_option,
     show,
     thaw,
 )
@@ -51,7 +51,7 @@ def validated(schema: type[Config], tree: Any, line: Line) -> tuple[Config, list
     for key, value, rule in refused:
         if rule == UNKNOWN:
             problems.append(unknown_key(key, value, line))
-        elif rule == NO_SECTION:
+        elif rule == IS_SECTION:
             problems.append(Problem(key, value, rule, "set one of its keys"))
         else:
             hint = read_value(key, value, line)
@@ -120,7 +120,7 @@ def role_of(key: str) -> str:
         for name in key.split("."):
             if name not in section.model_fields:
                 break
-            role = mark(section, name, "role") or role
+            role = key_option(section, name, "role") or role
             section = hints(section)[name]
             if not is_section(section):
                 return role or IDENTITY

@@ -19,6 +19,7 @@ from core.config import registry
 from core.config.section import (
     EMPTY,
     FULL_PRECISION,
+    AllowSingle,
     Condition,
     Count,
     DType,
@@ -30,7 +31,6 @@ from core.config.section import (
     PositiveShare,
     SaveFrequency,
     Section,
-    Several,
     Size,
     beside,
     bookkeeping,
@@ -54,8 +54,8 @@ from core.config.training_keys import (
 FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
 AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
 EngineName = Literal[*registry.ENGINES]
-Loggers = Annotated[tuple[Annotated[str, names(*registry.LOGGERS)], ...], Several]
-Steps = Annotated[tuple[Count, ...], Several]
+Loggers = Annotated[tuple[Annotated[str, names(*registry.LOGGERS)], ...], AllowSingle]
+Steps = Annotated[tuple[Count, ...], AllowSingle]
 ResumeMode = Literal["auto", "disable", "resume_path"]
 RewardManager = Literal[*registry.REWARD_MANAGERS]
 

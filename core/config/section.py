@@ -1,4 +1,4 @@
-"""What the schema is written with: types with bounds, keys with a role, sections, problems.
+"""Building blocks of the configuration schema: bounded types, keys with a role, sections, problems.
 
 A section is a pydantic model: frozen, strict, without unknown keys and without NaN. Three types
 accept what YAML and the command line write in another form: ``1e3`` for a count, a number for a
@@ -27,19 +27,23 @@ from core.secret_keys import hidden
 def freeze(value: Any) -> Any:
     """Return read-only mappings with text keys, and tuples for lists, all the way down."""
     if isinstance(value, Mapping):
-        return MappingProxyType({str(key): freeze(item) for key, item in value.items()})
+        return MappingProxyType({str(name): freeze(item) for name, item in value.items()})
     return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
 
 
 def thaw(value: Any) -> Any:
     """Return the reverse of :func:`freeze`: dicts and lists, as YAML and OmegaConf require them."""
     if isinstance(value, Mapping):
-        return {key: thaw(item) for key, item in value.items()}
+        return {name: thaw(item) for name, item in value.items()}
     return list(map(thaw, value)) if isinstance(value, list | tuple) else value
 
 
-# A configuration travels to the actors of Ray by pickle, which lacks a form for these mappings
-copyreg.pickle(MappingProxyType, lambda mapping: (freeze, (dict(mapping),)))
+def _reduce_frozen(mapping: MappingProxyType) -> tuple[Callable[[Any], Any], tuple[dict]]:
+    return freeze, (dict(mapping),)
+
+
+# MappingProxyType cannot be pickled; register how. Ray pickles the configuration for its actors.
+copyreg.pickle(MappingProxyType, _reduce_frozen)
 EMPTY: Mapping[str, Any] = freeze({})
 
 # --- types: pydantic validates their bounds, and --help prints them ---
@@ -47,58 +51,71 @@ EMPTY: Mapping[str, Any] = freeze({})
 
 @dataclass(frozen=True)
 class Limit:
-    """A rule on a value of the right type; ``rule`` completes "must be ..."."""
+    """A bound on a value of the right type; ``requirement`` completes "must be ..."."""
 
-    rule: str
+    requirement: str
     holds: Callable[[Any], bool]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def _checked(self, value: Any) -> Any:
-        return value if self.holds(value) else refuse(self.rule)
+        if not self.holds(value):
+            refuse(self.requirement)
+        return value
 
 
-def refuse(rule: str) -> NoReturn:
-    """Raise what pydantic reports as this rule."""
-    raise PydanticCustomError("limit", "must be {rule}", {"rule": rule})
+def refuse(requirement: str) -> NoReturn:
+    """Raise the error that pydantic collects for a value: "must be ..."."""
+    raise PydanticCustomError("limit", "must be {requirement}", {"requirement": requirement})
 
 
-OWN_CODE = "your own as package.module:function or path/file.py:function"
+OWN_CODE_HINT = "your own as package.module:function or path/file.py:function"
 CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
 
 def names(*known: str) -> Limit:
     """Return the limit of a name: one of ``known``, or the path of a user's function or class."""
-    rule = f"one of {', '.join(known)}, or {OWN_CODE}"
-    return Limit(rule, lambda value: value in known or bool(CODE_PATH.fullmatch(value)))
+    requirement = f"one of {', '.join(known)}, or {OWN_CODE_HINT}"
+    return Limit(requirement, lambda value: value in known or bool(CODE_PATH.fullmatch(value)))
 
 
 def _whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    too_large = isinstance(value, int) and abs(value) >= 2**63  # more than a tensor holds
-    return refuse("a whole number below 2**63") if too_large else value
+    # Tensors hold whole numbers as int64
+    if isinstance(value, int) and abs(value) >= 2**63:
+        refuse("a whole number below 2**63")
+    return value
 
 
 def _text(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if whole else value  # trainer.experiment_name=7
+    # In trainer.experiment_name=7 the name is read as a number
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number else value
 
 
-def _several(value: Any) -> Any:
+def _allow_single(value: Any) -> Any:
     if value is None:
         return None
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _mapping(value: Any) -> Any:
-    return freeze(value) if isinstance(value, Mapping) else refuse(MAPPING)
+    if not isinstance(value, Mapping):
+        refuse("a mapping, as in {name: value}")
+    return freeze(value)
 
 
 def _is_name(value: str) -> bool:
-    plain = value == value.strip() and value.isprintable() and not {*"/\\"} & {*value}
-    return plain and value[:1] not in ("", ".", "-") and len(value.encode(errors="replace")) <= 200
+    return (
+        value == value.strip()
+        and value.isprintable()
+        and "/" not in value
+        and "\\" not in value
+        and not value.startswith((".", "-"))
+        and 1 <= len(value.encode(errors="replace")) <= 200
+    )
 
 
 def _is_day(value: str) -> bool:
@@ -109,20 +126,19 @@ def _is_day(value: str) -> bool:
 
 
 def _is_frequency(value: int | str) -> bool:
-    return value == "after_each_epoch" or not isinstance(value, str) and value >= -1
+    return value == "after_each_epoch" or (not isinstance(value, str) and value >= -1)
 
 
 def _are_betas(values: Sequence[float]) -> bool:
     return len(values) == 2 and all(0 <= beta < 1 for beta in values)
 
 
-MAPPING = "a mapping, as in {name: value}"
-NAME = (
-    "a name of at most 200 bytes without /, \\, line breaks, outer spaces, "
-    "and a dot or a dash in front"
+NAME_REQUIREMENT = (
+    "a name of at most 200 bytes without / or \\, line breaks or outer spaces, that starts with "
+    "neither a dot nor a dash"
 )
-# Part of a path, of commands and of services' pages
-Name = Annotated[str, BeforeValidator(_text), Limit(NAME, _is_name)]
+# Such a name becomes part of file paths, of shell commands and of a logging service's pages
+Name = Annotated[str, BeforeValidator(_text), Limit(NAME_REQUIREMENT, _is_name)]
 Day = Annotated[str, Limit("a date as 2026-01-31", _is_day)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Limit("at least 1", lambda v: v >= 1)]
@@ -136,13 +152,15 @@ Share = Annotated[float, Limit("between 0 and 1", lambda v: 0 <= v <= 1)]
 PositiveShare = Annotated[float, Limit("above 0 and at most 1", lambda v: 0 < v <= 1)]
 ClipLow = Annotated[float, Limit("at least 0 and below 1", lambda v: 0 <= v < 1)]
 AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
-Several = BeforeValidator(_several)
-Betas = Annotated[tuple[float, ...], Several, Limit("two numbers in [0, 1)", _are_betas)]
-Texts = Annotated[tuple[str, ...], Several]
+# A single value is accepted for a list of one
+AllowSingle = BeforeValidator(_allow_single)
+Betas = Annotated[tuple[float, ...], AllowSingle, Limit("two numbers in [0, 1)", _are_betas)]
+Texts = Annotated[tuple[str, ...], AllowSingle]
 Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all(v))]
-PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", all)]
-Names = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
-# Keys that are another library's, or the user's own
+# No path is empty, and the list may be
+PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
+ModuleNames = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
+# A mapping whose keys the schema does not check: another library or the user defines them
 Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
@@ -150,18 +168,23 @@ FULL_PRECISION = ("float32", "fp32")
 # --- keys ---
 
 # Roles: what a change of a key means for a run that is resumed, or compared with another.
-IDENTITY = "identity"  # decides what is trained or how it is measured: makes another run
-FILES = "files"  # names what lies elsewhere: the content counts, whose hash a run records
-EXECUTION = "execution"  # where, how fast and how long: only rounding and timing may differ
-BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number depends on it
+
+# The key decides what is trained or how it is measured. A change makes another run.
+IDENTITY = "identity"
+# The key names files. A change of their content makes another run, so a run records their hash.
+FILES = "files"
+# The key decides where, how fast or how long a run computes. Only rounding and timing may differ.
+EXECUTION = "execution"
+# The key decides what is recorded, watched or kept. No result depends on it.
+BOOKKEEPING = "bookkeeping"
 
 
 @dataclass(frozen=True)
 class Condition:
-    """When a key has an effect: ``holds`` of the configuration and of the key's own section.
+    """The condition under which a key has an effect.
 
-    ``because`` is the reason that is printed where it does not hold. In it ``{section}`` stands for
-    the section's own key.
+    ``holds(config, section)`` receives the configuration and the section that has the key. If it is
+    False, ``because`` is printed as the reason, with the section's path in place of ``{section}``.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -169,11 +192,11 @@ class Condition:
 
 
 def beside(name: str, value: Any = None) -> Condition:
-    """Return the condition that another key of the section is set, or has this value."""
+    """Return the condition that key ``name`` of the same section is set, or has this value."""
+    # Doubled braces: ``{section}`` is filled in when the reason is printed
     if value is None:
-        return Condition(
-            lambda config, section: bool(getattr(section, name)), f"needs {{section}}.{name}"
-        )
+        because = f"needs {{section}}.{name}"
+        return Condition(lambda config, section: bool(getattr(section, name)), because)
     because = f"needs {{section}}.{name}={value}"
     return Condition(lambda config, section: getattr(section, name) == value, because)
 
@@ -186,15 +209,17 @@ def key(
     role: str | None = None,
     follows: str = "",
 ) -> Any:
-    """Return the field of a key. A role that is not given is the section's, at last IDENTITY.
+    """Return the field of a key: its default, its text in ``--help``, when it is used, its role.
 
-    ``follows`` is the key whose value a null stands for.
+    If ``role`` is None, the key has the role of its section, or IDENTITY if no section has one. A
+    null value stands for the value of the key ``follows``.
     """
-    marks = {"role": role, "used_if": used_if, "follows": follows}
+    options = {"role": role, "used_if": used_if, "follows": follows}
     description = f"{text}; null: {follows}" if follows else text
-    return Field(default, description=description, json_schema_extra=marks)
+    return Field(default, description=description, json_schema_extra=options)
 
 
+# ``key`` with a role, as in ``path: str = files("", "the model's folder")``
 files = functools.partial(key, role=FILES)
 execution = functools.partial(key, role=EXECUTION)
 bookkeeping = functools.partial(key, role=BOOKKEEPING)
@@ -212,9 +237,9 @@ class Section(BaseModel):
         return self.model_copy(update=changes)
 
 
-def mark(section: type[Section], name: str, which: str) -> Any:
-    """Return what a field is marked with: ``role``, ``used_if`` or ``follows``."""
-    return (section.model_fields[name].json_schema_extra or {}).get(which)
+def key_option(section: type[Section], name: str, option: str) -> Any:
+    """Return the ``role``, ``used_if`` or ``follows`` that :func:`key` was given, or None."""
+    return (section.model_fields[name].json_schema_extra or {}).get(option)
 
 
 @functools.cache
@@ -242,26 +267,31 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.key}={brief(show(self.value, self.key))}: {self.rule}"
+        # The rule and the fix may quote input that has line breaks
         return one_line(f"{text}; {self.fix}" if self.fix else text)
 
 
-def show(value: Any, key: str = "") -> str:
+def show(value: Any, key_path: str = "") -> str:
     """Return the value of a key as one would type it, in one line, without secrets."""
-    value = hidden(thaw(value), key)
+    value = hidden(thaw(value), key_path)
     if value is None or isinstance(value, bool | list | dict):
-        return one_line(json.dumps(value, default=str, ensure_ascii=False))
-    return repr(value) if isinstance(value, float) else one_line(str(value))
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    else:
+        text = repr(value) if isinstance(value, float) else str(value)
+    return one_line(text)
 
 
 def brief(text: str) -> str:
     """Return a text for a message: in one line, and cut if it is long."""
-    return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
+    if len(text) > 300:
+        text = f"{text[:200]}... ({len(text)} characters)"
+    return one_line(text)
 
 
 # --- from an untyped tree ---
 
 UNKNOWN = "unknown key"
-NO_SECTION = "is a section of the configuration"
+IS_SECTION = "is a section of the configuration"
 
 
 def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, str]]]:
@@ -278,10 +308,17 @@ def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, s
             for details in error.errors(include_url=False):
                 paths[_key_path(schema, details["loc"])] = _rule(details)
         for path, rule in paths.items():
-            value = functools.reduce(lambda node, name: node[name], path, tree)
-            refused[".".join(path)] = (".".join(path), value, rule)
+            full_key = ".".join(path)
+            refused[full_key] = (full_key, value_at(tree, path), rule)
         for path in paths:
             tree = without(tree, path)
+
+
+def value_at(tree: Any, path: Sequence[str]) -> Any:
+    """Return the value at this path of nested mappings."""
+    for name in path:
+        tree = tree[name]
+    return tree
 
 
 def _rule(details: Mapping[str, Any]) -> str:
@@ -289,19 +326,20 @@ def _rule(details: Mapping[str, Any]) -> str:
     if details["type"] == "extra_forbidden":
         return UNKNOWN
     if details["type"] == "model_type":
-        return NO_SECTION
+        return IS_SECTION
     must = "must be one of " if details["type"] == "literal_error" else "must be "
     rule = details["msg"].replace("Input should be ", must)
     if details["type"] == "string_type":
-        rule += " (quote what looks like something else: key=\"'1e-6'\")"
+        rule += " (quote a text that YAML reads as another type: key=\"'1e-6'\")"
     return rule
 
 
 def _key_path(schema: Any, location: Sequence[int | str]) -> tuple[str, ...]:
     """Return the part of an error's location that names a key, without items of lists."""
     depth = 0
-    while is_section(schema) and depth < len(location):
-        schema = hints(schema).get(str(location[depth]))
+    hint = schema
+    while is_section(hint) and depth < len(location):
+        hint = hints(hint).get(str(location[depth]))
         depth += 1
     return tuple(map(str, location[:depth]))
 
@@ -311,4 +349,4 @@ def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     name, *rest = path
     if rest:
         return {**tree, name: without(tree[name], rest)}
-    return {key: value for key, value in tree.items() if str(key) != name}
+    return {other: value for other, value in tree.items() if str(other) != name}

@@ -14,7 +14,7 @@ from core.config.section import (
     Count,
     Day,
     DType,
-    Names,
+    ModuleNames,
     NonNegative,
     OffOrCount,
     OffOrSize,
@@ -106,10 +106,10 @@ class AdaptedModel(Section):
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory")
     lora_rank: Size = key(0, "rank of the adapters that train; 0: all weights train instead")
     lora_alpha: Count = key(16, "adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
-    target_modules: Names = key(
+    target_modules: ModuleNames = key(
         ("all-linear",), "all-linear, ends of layers' names, or one pattern", ADAPTERS
     )
-    exclude_modules: Names | None = key(
+    exclude_modules: ModuleNames | None = key(
         None, "layers without adapters, written likewise; null: none", ADAPTERS
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.config import registry
 from core.config.schema import Config
-from core.config.section import Section, mark
+from core.config.section import Section, key_option
 from core.config.training_keys import ACTOR
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -17,7 +17,7 @@ def unused(config: Config, key: str) -> str:
     for name in key.split("."):
         if name not in type(section).model_fields:
             return ""
-        condition = mark(type(section), name, "used_if")
+        condition = key_option(type(section), name, "used_if")
         if condition is not None and not condition.holds(config, section):
             return condition.because.format(section=section_key)
         section = getattr(section, name)

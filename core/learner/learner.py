@@ -2,8 +2,7 @@
 
 :class:`Actor` and :class:`Critic` take an optimizer step for each mini-batch. Memory may allow only
 micro-batches at a time. The ``loss_weight`` of a token was computed over its whole mini-batch, so
-the losses of micro-batches add up to the loss of the mini-batch, and their gradients to its
-gradient.
+micro-batch losses and gradients sum to those of the mini-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from core.algorithm.checks import of_tokens
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import LossInputs, policy_loss, value_loss
+from core.algorithm.losses import LossInputs, value_loss
+from core.algorithm.losses import policy_loss as load_policy_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.algorithm.sequences import count_by_sequence
 from core.config import registry
@@ -36,27 +36,34 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.training_keys import ActorConfig, CriticConfig, ModelConfig, Sharing
 
-# Fields of a batch that a pass for log-probs or values reads, and that the critic's update reads
+# Fields of a batch that a pass for log-probs or values reads
 PASS_READS = ("input_ids", "response_mask", "group")
+# Fields of a batch that the critic's update reads
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads; a learner rank is sent no others."""
+    # ``selected`` are the tokens that clip_cov and kl_cov treat apart; other losses have none
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if batch.has("old_log_probs"):
         return (*fields, "old_log_probs")
-    # The update compares its own log-probs with the engine's, or trains on the engine's
+    # Rollout log-probs are needed for mismatch metrics or, with bypass, as the old log-probs
     return (*fields, "rollout_log_probs", "sampled_mask")
 
 
 def only_advantages_train(config: ActorConfig) -> bool:
-    """Return whether a sequence whose advantages are all 0 moves no weight."""
+    """Return whether advantages are the only source of gradients.
+
+    A sequence whose advantages are all 0 may then be left out of the update.
+    """
     loss = registry.policy_loss(config.policy_loss.loss_mode)
-    other_terms = config.use_kl_loss or config.entropy_coeff != 0
-    return not other_terms and not loss.moves_without_advantage
+    has_other_source = (
+        config.use_kl_loss or config.entropy_coeff != 0 or loss.moves_without_advantage
+    )
+    return not has_other_source
 
 
 class Stepper:
@@ -69,7 +76,7 @@ class Stepper:
 
     def __init__(self, model: LearnerModel, config: ActorConfig | CriticConfig, name: str):
         self.name = name  # actor or critic
-        self.ranks = model.ranks
+        self.ranks = model.ranks  # collectives of all learner ranks
         self.base_lr = config.optim.lr
         self.grad_clip = config.grad_clip
         self.parameters = [each for each in model.module.parameters() if each.requires_grad]
@@ -80,7 +87,7 @@ class Stepper:
             weight_decay=config.optim.weight_decay,
             fused=True,
         )
-        # Of the update under way:
+        # State of the current update
         self.lr = self.base_lr
         self.step_index = 0
         self.skipped_steps = 0
@@ -120,6 +127,7 @@ class Stepper:
         self.check_weights()
         metrics = self.ranks.gather_metrics(self.update_sums).result(self.name)
         metrics[f"{self.name}/lr"] = self.lr
+        # The metric counts optimizer steps; its documented name says updates
         metrics[f"{self.name}/skipped_updates"] = self.skipped_steps
         return metrics
 
@@ -147,9 +155,10 @@ class Actor(Policy):
         super().__init__(module, **options)
         self.config = config
         self.bypass = bypass
-        self.size = training_size(config)
-        self.policy_loss = policy_loss(config.policy_loss.loss_mode)
-        self.replaces_clipped = registry.policy_loss(config.policy_loss.loss_mode).replaces_clipped
+        self.micro_batch_size = training_size(config)
+        loss_mode = config.policy_loss.loss_mode
+        self.policy_loss = load_policy_loss(loss_mode)
+        self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
         self.stepper = Stepper(self, config, "actor")
         # Differences between engine and learner, measured before an update's first step
         self.mismatch = MetricSums()
@@ -157,8 +166,9 @@ class Actor(Policy):
     def update(self, mini_batches: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take an optimizer step for each mini-batch. Return metrics.
 
-        Without ``old_log_probs`` and without ``bypass`` there is one mini-batch. The log-probs of
-        its own pass then serve as the old ones, so the ratio is 1.
+        If the batch has no ``old_log_probs`` and ``bypass`` is off, the log-probs of the update's
+        own pass serve as the old ones, so the ratio is 1. The caller then passes exactly one
+        mini-batch.
         """
         self.mismatch = MetricSums()
         self.stepper.begin_update(lr_multiplier)
@@ -174,19 +184,25 @@ class Actor(Policy):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        # Micro-batches and ranks add parts of a loss; the optimizer step counts once
+        # Micro-batches and ranks add parts of a loss with count 0. These lines add 1 to the count
+        # per optimizer step, on rank 0, so the metric is a mean over optimizer steps.
         step_sums.value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
         if self.config.use_kl_loss:
             step_sums.value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
         if mini_batch.has("selected"):
-            mini_batch = mini_batch.adding(selected=self.selected(mini_batch))
+            # Order numbers become bool: only the chosen tokens matter from here on
+            mini_batch = mini_batch.adding(selected=self.choose_selected(mini_batch))
         only_advantages = only_advantages_train(self.config)
         contributing, idle = split_zero_gradient(mini_batch, only_advantages_train=only_advantages)
-        for _, micro_batch in self.micro_batches_of_rank(self.size, contributing):
+        for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
-        if not mini_batch.has("old_log_probs") and self.ranks.all_reduce_max(len(idle)):
-            # Idle sequences train nothing, but entropy and mismatch are those of every sequence
-            log_prob_N, entropy_N = self.log_probs(idle, self.size)
+        if mini_batch.has("old_log_probs"):
+            return
+        # Idle sequences do not train, but entropy and mismatch are measured on every sequence. The
+        # maximum and the pass are collectives: all ranks call them, with or without idle sequences.
+        any_rank_has_idle = self.ranks.all_reduce_max(len(idle)) > 0
+        if any_rank_has_idle:
+            log_prob_N, entropy_N = self.log_probs(idle, self.micro_batch_size)
             if len(idle):
                 step_sums.tokens({"entropy": entropy_N}, idle.response_mask)
                 self.measure_mismatch(log_prob_N, entropy_N, idle)
@@ -212,14 +228,14 @@ class Actor(Policy):
             loss = loss + config.kl_loss_coef * kl_loss
             step_sums.value("kl_loss", float(kl_loss.detach()), counts=False)
         if not micro_batch.has("old_log_probs"):
-            # No pass before the update has measured these
+            # No old-log-prob pass ran, so measure entropy and mismatch here
             stats = {**stats, "entropy": entropy_N}
             self.measure_mismatch(log_prob_N, entropy_N, micro_batch)
         step_sums.tokens(stats, mask_N)
         return loss
 
     def loss_inputs(self, batch: TrainBatch, log_prob_N: Tensor) -> LossInputs:
-        """Return what the policy loss reads of a batch whose current log-probs are given."""
+        """Return the policy loss's inputs for a batch with current log-probs ``log_prob_N``."""
         if batch.has("old_log_probs"):
             old_log_prob_N = batch.old_log_probs
         elif self.bypass:
@@ -237,18 +253,19 @@ class Actor(Policy):
         )
 
     def measure_mismatch(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
-        """Add the difference to the engine's log-probs, if no step has moved the weights since."""
+        """Record the learner-engine log-prob difference, only before the first optimizer step."""
         if self.stepper.step_index == 0 and batch.has("rollout_log_probs"):
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
-    # -- losses that treat selected tokens apart -------------------------------------------------
+    # -- clip_cov and kl_cov: losses that treat selected tokens apart ----------------------------
 
-    def selected(self, mini_batch: TrainBatch) -> Tensor:
+    def choose_selected(self, mini_batch: TrainBatch) -> Tensor:
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
 
-        ``mini_batch.selected`` is positive at tokens that were drawn and negative at reserves; the
-        higher number goes first. If the loss replaces clipped tokens, reserves stand in for drawn
-        tokens that are clipped by now, so that over all ranks as many are taken as were drawn.
+        ``mini_batch.selected`` is bool, or holds order numbers: above 0 for drawn tokens, below 0
+        for reserves, 0 for all others. If the loss replaces clipped tokens, each drawn token that
+        is clipped by now is replaced by an unclipped reserve, the highest numbers first, across
+        ranks.
         """
         order_N = mini_batch.selected
         drawn_N = order_N > 0
@@ -256,40 +273,48 @@ class Actor(Policy):
         nothing_is_clipped = self.stepper.step_index == 0 and not self.bypass
         if not self.replaces_clipped or nothing_is_clipped:
             return drawn_N
-        count = sum(self.ranks.gather(int(drawn_N.sum())))
-        free_N = (order_N != 0) & ~self.clipped(mini_batch)
-        of_rank = order_N[free_N].sort(descending=True).values[:count]
-        of_all_ranks = torch.cat(self.ranks.gather(of_rank))
-        taken = of_all_ranks.sort(descending=True).values[:count]
-        return torch.isin(order_N, taken)
+        drawn_on_all_ranks = sum(self.ranks.gather(int(drawn_N.sum())))
+        unclipped_N = (order_N != 0) & ~self.clipped(mini_batch)
+        highest = order_N[unclipped_N].sort(descending=True).values[:drawn_on_all_ranks]
+        highest_by_rank = torch.cat(self.ranks.gather(highest))
+        chosen_numbers = highest_by_rank.sort(descending=True).values[:drawn_on_all_ranks]
+        # No two drawn or reserve tokens share a number, so each chosen number marks one token
+        return torch.isin(order_N, chosen_numbers)
 
     def clipped(self, mini_batch: TrainBatch) -> Tensor:
-        """Return which candidates for the selection the current weights clip, [N] bool."""
+        """Return, per drawn or reserve token, whether its ratio is now clipped, [N] bool.
+
+        At all other tokens the result means nothing.
+        """
+        # With an advantage of 0 the clip changes nothing
         may_be_clipped_N = (mini_batch.selected != 0) & (mini_batch.advantages != 0)
         rows = count_by_sequence(may_be_clipped_N, mini_batch.lengths).nonzero()[:, 0]
         candidates = mini_batch.rows(rows)
-        log_prob, _ = self.log_probs(candidates, self.size)
+        log_prob, _ = self.log_probs(candidates, self.micro_batch_size)
         inputs = self.loss_inputs(candidates, log_prob)
         _, clips = inputs.surrogate(inputs.log_ratio.exp())
         clipped_N = torch.zeros(mini_batch.tokens, dtype=torch.bool)
+        # ``put`` writes into clipped_N; the batch only knows where its sequences' tokens are
         mini_batch.put(clipped_N, rows, clips)
         return clipped_N
 
 
 class Critic(LearnerModel):
-    """The value function, one number a state. ``options`` are those of :class:`LearnerModel`."""
+    """The value function V(state). ``options`` are those of :class:`LearnerModel`."""
 
     def __init__(self, module: nn.Module, config: CriticConfig, **options: Any):
         super().__init__(module, **options)
         self.config = config
-        self.size = training_size(config)
+        self.micro_batch_size = training_size(config)
         self.stepper = Stepper(self, config, "critic")
 
     def token_values(self, batch: TrainBatch) -> Tensor:
-        """Return [N]: the value of the state in which each policy token is chosen, 0 elsewhere."""
+        """Return V(state before each response token), shape [N]; 0 at other tokens."""
         inputs = self.pass_over(batch)
         with self.precision():
-            output = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
+            model_kwargs = inputs.inputs
+            output = self.module(input_ids=inputs.input_ids, use_cache=False, **model_kwargs)
+        # M: the positions whose next token is a response token
         values_M = output.logits[inputs.predicts][:, 0]
         at_least_float32 = torch.promote_types(values_M.dtype, torch.float32)
         return inputs.at_tokens(values_M.to(at_least_float32))
@@ -298,8 +323,9 @@ class Critic(LearnerModel):
     def values(self, batch: TrainBatch) -> Tensor:
         """Return :meth:`token_values` of the whole batch, [N], without gradients."""
         values_N = torch.zeros(batch.tokens)
-        for index, micro_batch in self.micro_batches_of_rank(self.size, batch):
+        for index, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, batch):
             values = self.token_values(micro_batch.to(self.device))
+            # A rank with fewer micro-batches than others takes part in their passes with empty ones
             if len(index):
                 batch.put(values_N, index, values.cpu().float())
         return values_N
@@ -315,10 +341,10 @@ class Critic(LearnerModel):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        # Micro-batches and ranks add parts of the loss; the optimizer step counts once
+        # Parts of the loss are added with count 0; this adds 1 per optimizer step, on rank 0
         step_sums.value("vf_loss", 0.0, counts=self.ranks.is_rank_zero)
         contributing, _ = split_zero_gradient(mini_batch, only_advantages_train=False)
-        for _, micro_batch in self.micro_batches_of_rank(self.size, contributing):
+        for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
 
     def micro_batch_loss(self, micro_batch: TrainBatch, step_sums: MetricSums) -> Tensor:
@@ -341,8 +367,8 @@ class Critic(LearnerModel):
 class Models:
     """Policy, critic and frozen models, whole in this process, for the phases of a step.
 
-    ``known`` are the tokenizer's ids (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is
-    float32 except in tests.
+    ``known_token_ids`` marks the ids that the tokenizer has
+    (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is float32 except in tests.
     """
 
     def __init__(
@@ -352,13 +378,14 @@ class Models:
         *,
         needs_ref: bool,
         needs_critic: bool,
-        known: np.ndarray | None = None,
+        known_token_ids: np.ndarray | None = None,
         master_dtype: torch.dtype = torch.float32,
     ):
         self.config = config
         self.device = device
         self.master_dtype = master_dtype
-        # Names and shapes of each model; in this process the models themselves
+        # Model name -> module that gives the names and shapes of its weights. Here it is the model
+        # itself; if ranks shard the model, it is a copy without values.
         self.skeletons: dict[str, nn.Module] = {}
         roles = config.actor_rollout_ref
         # With adapters the reference is the policy without them
@@ -373,24 +400,25 @@ class Models:
             policy,
             roles.actor,
             bypass=config.algorithm.rollout_correction.bypass_mode,
+            # Greedy decoding has temperature 0; its log-probs are those at 1, as in the engines
             temperature=roles.rollout.temperature or 1.0,
-            known=known,
+            known_token_ids=known_token_ids,
             **self.computing("actor", roles.actor),
         )
         self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
         self.frozen: dict[str, Policy] = {}
         if needs_ref:
-            self.frozen["ref"] = self.make_reference(policy, known)
-        for role, frozen in config.frozen_models.items():
-            self.fsdp[role] = roles.ref.fsdp_config.replace(dtype=frozen.dtype)
+            self.frozen["ref"] = self.make_reference(policy, known_token_ids)
+        for role, frozen_config in config.frozen_models.items():
+            self.fsdp[role] = roles.ref.fsdp_config.replace(dtype=frozen_config.dtype)
 
-            def load(on_meta: bool, model: ModelConfig = frozen.model) -> nn.Module:
+            def load(on_meta: bool, model: ModelConfig = frozen_config.model) -> nn.Module:
                 return load_policy(model, master_dtype, on_meta=on_meta)
 
             self.frozen[role] = Policy(
                 self.place(role, load, roles.ref).requires_grad_(False),
-                temperature=frozen.temperature,
-                known=known,
+                temperature=frozen_config.temperature,
+                known_token_ids=known_token_ids,
                 **self.computing(role, roles.ref),
             )
         self.critic: Critic | None = None
@@ -399,12 +427,12 @@ class Models:
             self.critic = Critic(module, config.critic, **self.computing("critic", config.critic))
             self.trained["critic"] = self.critic
 
-    def make_reference(self, policy: nn.Module, known: np.ndarray | None) -> Policy:
+    def make_reference(self, policy: nn.Module, known_token_ids: np.ndarray | None) -> Policy:
         """Return the reference policy, which shares the policy's base if adapters train."""
         roles = self.config.actor_rollout_ref
         options = {
-            "temperature": roles.rollout.temperature or 1.0,
-            "known": known,
+            "temperature": self.actor.temperature,
+            "known_token_ids": known_token_ids,
             **self.computing("ref", roles.ref),
         }
         if roles.model.lora_rank:
@@ -413,7 +441,7 @@ class Models:
         return Policy(module, **options)
 
     def new_policy(self, on_meta: bool) -> nn.Module:
-        """Load the policy as it is before training; on the meta device without weights."""
+        """Load the policy with its initial weights, or without weights on the meta device."""
         model = self.config.actor_rollout_ref.model
         module = load_policy(model, self.master_dtype, on_meta=on_meta)
         if self.config.actor_rollout_ref.actor.freeze_vision_tower:
@@ -423,21 +451,21 @@ class Models:
         return add_adapters(module, model, self.config.trainer.seed)
 
     def new_critic(self, on_meta: bool) -> nn.Module:
-        """Load the critic as it is before training; on the meta device without weights."""
+        """Load the critic with its initial weights, or without weights on the meta device."""
         model = self.config.critic.model
         seed = self.config.trainer.seed
         module = load_critic(model, seed, self.master_dtype, on_meta=on_meta)
         return add_adapters(module, model, seed)
 
     def place(self, name: str, load: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
-        """Return the model ``load(on_meta)`` where it computes."""
+        """Load a model and move it to its device. Subclasses shard it by ``sharing``."""
         self.skeletons[name] = load(False).to(self.device)
         return self.skeletons[name]
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
         """Return the options of :class:`LearnerModel`: how the passes of a model are computed.
 
-        A reference in this process has the number format of the policy.
+        Here the reference uses the policy's dtype.
         """
         section = self.fsdp["actor" if name == "ref" else name]
         return {"compute_dtype": compute_dtype(section.dtype)}
@@ -445,18 +473,19 @@ class Models:
     # -- phases ----------------------------------------------------------------------------------
 
     def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
-        """Have a model ready for the time of a phase."""
+        """Return a context in which a model is on the GPU. No-op here; subclasses offload."""
         return contextlib.nullcontext()
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy of each policy token at the rollout temperature, [N] each."""
         with self.at_work("actor"):
-            return self.actor.log_probs(batch, self.actor.size)
+            return self.actor.log_probs(batch, self.actor.micro_batch_size)
 
     def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
         """Return the log-probs of the reference policy, or of a recipe's frozen model, [N]."""
         with self.at_work(role):
-            log_prob_N, _ = self.frozen[role].log_probs(batch, self.actor.size)
+            # Frozen models have no micro-batch size of their own: they use the actor's
+            log_prob_N, _ = self.frozen[role].log_probs(batch, self.actor.micro_batch_size)
         return log_prob_N
 
     def compute_values(self, batch: TrainBatch) -> Tensor:

@@ -264,13 +264,14 @@ class Policy(LearnerModel):
         module: nn.Module,
         *,
         temperature: float,
-        known: np.ndarray | None = None,
+        known_token_ids: np.ndarray | None = None,
         **options: Any,
     ):
         super().__init__(module, **options)
         self.temperature = temperature
         check_head(self)
-        unknown = unknown_among(known, module.get_output_embeddings().weight.shape[0])
+        vocab_size = module.get_output_embeddings().weight.shape[0]
+        unknown = unknown_among(known_token_ids, vocab_size)
         self.unknown = torch.from_numpy(unknown).to(self.device) if len(unknown) else None
         self.ranks.reshard(module)
 

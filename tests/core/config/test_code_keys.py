@@ -11,7 +11,7 @@ from core.command_line import choices
 from core.config import compose, composition, convert, examine, recipes, recorded
 from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
-from core.config.section import OWN_CODE
+from core.config.section import OWN_CODE_HINT
 from core.errors import InputError
 
 KEYS = {key: schema for schema in recorded.schemas() for key in convert.all_keys(schema)}
@@ -35,7 +35,9 @@ def test_the_keys_that_can_name_code():
         key for key in KEYS if key.endswith(ends)
     }
     own = {
-        key for key, schema in KEYS.items() if OWN_CODE in choices(convert.all_keys(schema)[key])
+        key
+        for key, schema in KEYS.items()
+        if OWN_CODE_HINT in choices(convert.all_keys(schema)[key])
     }
     assert own == {*OWN_FUNCTIONS}
 

@@ -215,7 +215,7 @@ def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
         # The engine's policy is another from the start
         part.stepper.step_index = 0 if part.bypass else 1
         free = inside & ~clipped
-        drawn = part.selected(step)
+        drawn = part.choose_selected(step)
         assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
         first = step.selected > 0
         assert torch.equal(drawn & first, free & first)  # none is given up without need
@@ -228,12 +228,12 @@ def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_
     part.stepper.step_index = 1
     means, part.mismatch = MetricSums(), MetricSums()
     part.accumulate(step, means)
-    drawn, before = part.selected(step), step.selected > 0
+    drawn, before = part.choose_selected(step), step.selected > 0
     contributing = (step.advantages != 0) & step.response_mask
     assert means.sums["cov_selected"] == int((drawn & contributing).sum())
     assert not torch.equal(drawn, before)
     part.stepper.step_index = 0  # the first step of a rollout: no weight has moved
-    assert torch.equal(part.selected(step), before)
+    assert torch.equal(part.choose_selected(step), before)
 
 
 def test_the_objective_is_the_formula_written_out():

@@ -236,7 +236,7 @@ def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, kn
                 gradient(one),
                 means.sums["pg_loss"],
                 means.sums["kl_loss"],
-                *one.log_probs(batch, one.size),
+                *one.log_probs(batch, one.micro_batch_size),
             )
         )
         assert bool(reads) == shares
