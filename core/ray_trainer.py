@@ -1,10 +1,13 @@
 """The loop of reinforcement learning. Recipes override its hooks, never ``fit``.
 
-The hooks take and return values: :meth:`~core.trainer.Trainer.generate`,
-:meth:`RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
-:meth:`~RayPPOTrainer.compute_advantages`. The last letter of a tensor's name is its axis: ``P``
-prompts, ``N`` tokens. Data, models, answers and validation are those of
-:class:`core.trainer.Trainer`.
+A recipe changes the loop by overriding four methods, the hooks:
+:meth:`~core.trainer.Trainer.generate`, :meth:`RayPPOTrainer.shape_reward`,
+:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. Some recipes also
+extend :meth:`~RayPPOTrainer.collect_limits`, :meth:`~RayPPOTrainer.make_batch` or
+:meth:`~RayPPOTrainer.needs_old_log_probs`. A suffix is the axis that a value is indexed by:
+``groups_P`` is a tuple with one group for each prompt, ``_B`` marks a tensor with one number for
+each sequence, ``_N`` a tensor with one number for each token.
+:class:`core.trainer.Trainer` provides data, models, generation and validation.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
 from core.data.prompts import PromptStream, warn_of_trained_questions
 from core.engines.engine import sampling_params
-from core.learner.batching import make_batch
-from core.learner.step_settings import needs_old_log_probs
+from core.learner import batching, step_settings
 from core.rewards.scorer_check import check_hooks
+from core.rollout import collect_ahead
 from core.rollout.collect import (
     Collected,
     CollectLimits,
@@ -33,7 +36,6 @@ from core.rollout.collect import (
     collect_groups,
     results_of,
 )
-from core.rollout.collect_ahead import collect_ahead, learn_while_collecting
 from core.run import LoopState
 from core.tracking.health import FAILED
 from core.tracking.loggers import progress
@@ -43,12 +45,14 @@ from core.trainer import Trainer
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
-MOST_DRAWN = 10  # a step draws at most this many times the prompts that it needs
-GREEDY = -1  # the sample index of a greedy baseline answer
+# A step draws at most this many times as many prompts as it needs.
+MAX_DRAW_FACTOR = 10
+# Sample index of the greedy answer whose score is a group's baseline; sampled answers count from 0.
+GREEDY_SAMPLE_INDEX = -1
 
 
 class RayPPOTrainer(Trainer):
-    """Train PPO and GRPO as they are; the base of every other recipe.
+    """Train a policy with unmodified PPO or GRPO; base class of the recipes.
 
     ``RayPPOTrainer(config).init_workers().fit()`` trains.
     """
@@ -59,9 +63,9 @@ class RayPPOTrainer(Trainer):
         super().__init__(config, LoopState(kl_controller, CollectState()))
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, config.actor_rollout_ref.rollout)
-        # What the last step collected: the step after it goes on from there
+        # Result of the last collect(); collect_ahead() continues from it.
         self.collected: Collected | None = None
-        # What ended the collecting beside the last update; the next step raises it
+        # Exception raised while collecting during the last update; the next collect() re-raises it.
         self.ahead_failure: Exception | None = None
 
     # -- starting --------------------------------------------------------------------------------
@@ -81,7 +85,8 @@ class RayPPOTrainer(Trainer):
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner:
+        # self.runner runs the coroutines of all steps on one event loop.
+        with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
             for metrics in self.run.steps():
@@ -106,44 +111,54 @@ class RayPPOTrainer(Trainer):
     # -- hooks: a recipe overrides these ---------------------------------------------------------
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score that trains; validation never calls it. Base: the scorer's."""
+        """Return the score used for training. Not called in validation.
+
+        By default, the score unchanged.
+        """
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether a step may train on the group; validation never calls it. Base: yes."""
+        """Return whether a step may train on the group. Not called in validation.
+
+        By default, every group is kept.
+        """
         return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``.
 
-        With ``algorithm.use_kl_in_reward`` the KL penalty is taken off the rewards first.
+        With ``algorithm.use_kl_in_reward`` the estimator sees each token's reward with
+        ``-coefficient * KL`` added. Afterwards the same terms are added to ``batch.reward``.
         """
         algorithm = self.config.algorithm
-        penalties_N = None
+        kl_rewards_N = None  # -coefficient * KL of each token
         if algorithm.use_kl_in_reward:
-            penalties_N, kl_controller, kl_metrics = kl_rewards(
+            kl_rewards_N, kl_controller, kl_metrics = kl_rewards(
                 batch, self.state.kl_controller, algorithm.kl_penalty
             )
             self.state = dataclasses.replace(self.state, kl_controller=kl_controller)
             metrics.add(kl_metrics)
-        inputs = advantages.inputs_of(batch, algorithm, penalties_N)
+        inputs = advantages.inputs_of(batch, algorithm, kl_rewards_N)
         token_shape = batch.response_mask.shape
-        advantages_N, returns_N = checks.of_tokens(
+        advantages_N, returns_N = checks.call_and_check(
             self.estimator, inputs, token_shape, torch.Tensor
         )
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        if penalties_N is not None:
-            penalties_B = sum_by_sequence(penalties_N, batch.lengths)
-            batch = batch.adding(reward=batch.reward + penalties_B)
+        # After the estimator: it adds kl_rewards_N to batch.reward itself and would count it twice.
+        if kl_rewards_N is not None:
+            kl_rewards_B = sum_by_sequence(kl_rewards_N, batch.lengths)
+            batch = batch.adding(reward=batch.reward + kl_rewards_B)
         return batch
 
     # -- collecting ------------------------------------------------------------------------------
 
     def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
-        """Return the step's groups: the lowest ordinals that pass ``keep_group``.
+        """Return the step's groups.
 
-        Set the state that the next step starts from. With ``trainer.max_staleness=1`` the next
-        step's first prompts are answered here too, unless they can be answered during the update.
+        They are the first ``train_batch_size`` groups, in prompt-stream order, that ``keep_group``
+        accepts. Set the state that the next step starts from. With ``trainer.max_staleness=1`` the
+        next step's first prompts are answered here too, unless they can be answered during the
+        update.
         """
         if self.ahead_failure is not None:
             raise self.ahead_failure
@@ -155,9 +170,10 @@ class RayPPOTrainer(Trainer):
 
             def after_group() -> None:
                 count_group()
-                # If no answer can be scored, the run stops before the whole step is answered
+                # Stop once as many answers as a step needs are there and the scorer failed on all:
+                # a step that drops its groups would go on drawing prompts.
                 answers_needed = groups_needed * self.config.actor_rollout_ref.rollout.n
-                self.reward.failures.stop_if_all(answers_needed)
+                self.reward.failures.stop_if_every_answer_failed(answers_needed)
 
             collecting = collect_groups(
                 self.generate_group,
@@ -166,14 +182,16 @@ class RayPPOTrainer(Trainer):
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
                 after_group=after_group,
-                ahead=self.looks_ahead(metrics.step),
+                ahead=self.collects_ahead(metrics.step),
             )
             self.collected = self.runner.run(collecting)
-        self.reward.failures.stop_if_none_is_graded(self.collected.groups)
+        self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Timing decides what was answered beyond the step: it must not decide what trains next
+        # Drop groups finished beyond this step, since which ones finished depends on timing.
+        # collect_ahead() still has them in self.collected.
         self.set_collect_state(dataclasses.replace(self.collected.state, carried={}))
-        if self.looks_ahead(metrics.step) and not self.workers.overlaps:
+        # workers.overlaps: the engine can generate while the learner updates.
+        if self.collects_ahead(metrics.step) and not self.workers.overlaps:
             with metrics.time("gen_ahead"):
                 self.set_collect_state(self.runner.run(self.collect_ahead()))
         busy_seconds = self.clock.take()
@@ -191,22 +209,25 @@ class RayPPOTrainer(Trainer):
         """
         wanted = self.config.data.train_batch_size
         in_flight = self.config.data.gen_batch_size
-        drawn = MOST_DRAWN * max(wanted, in_flight)
+        drawn = MAX_DRAW_FACTOR * max(wanted, in_flight)
         return CollectLimits(wanted, in_flight, drawn, raise_on_exhausted=False)
 
     async def generate_group(self, ordinal: int) -> ScoredGroup:
         """Answer the prompt of an ordinal ``rollout.n`` times, score and shape the answers.
 
-        If the estimator needs it, a greedy answer is scored as well: the group's baseline.
+        If the estimator needs a baseline, a greedy answer is generated too; its score is the
+        group's baseline.
         """
         prompt = self.stream.prompt(ordinal)
         sample_indices = range(self.config.actor_rollout_ref.rollout.n)
-        answering = [self.score_answers(prompt, sample_indices, self.train_sampling)]
-        if self.config.algorithm.estimator.greedy_baseline:
-            greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
-            answering.append(self.score_answers(prompt, [GREEDY], greedy_sampling))
-        group, *greedy_group = await results_of(answering)
-        baseline = self.shaped_scores(greedy_group[0])[0] if greedy_group else None
+        sampled_answers = self.score_answers(prompt, sample_indices, self.train_sampling)
+        if not self.config.algorithm.estimator.greedy_baseline:
+            group = await sampled_answers
+            return dataclasses.replace(group, scores=self.shaped_scores(group))
+        greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
+        greedy_answer = self.score_answers(prompt, [GREEDY_SAMPLE_INDEX], greedy_sampling)
+        group, greedy_group = await results_of([sampled_answers, greedy_answer])
+        (baseline,) = self.shaped_scores(greedy_group)
         return dataclasses.replace(group, scores=self.shaped_scores(group), baseline=baseline)
 
     def shaped_scores(self, group: ScoredGroup) -> tuple[Score, ...]:
@@ -215,18 +236,21 @@ class RayPPOTrainer(Trainer):
 
     # -- collecting for the next step ------------------------------------------------------------
 
-    def looks_ahead(self, step: int) -> bool:
-        """Return whether the policy before this step's update answers prompts of the next step."""
+    def collects_ahead(self, step: int) -> bool:
+        """Return whether this step's policy answers prompts of the next step before its update."""
         return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
 
     def collects_while_learning(self, step: int) -> bool:
         """Return whether the next step's first prompts are answered during this step's update."""
-        return self.looks_ahead(step) and self.workers.overlaps
+        # workers.overlaps: the engine can generate while the learner updates.
+        return self.collects_ahead(step) and self.workers.overlaps
 
     async def collect_ahead(self) -> CollectState:
         """Answer the next step's first prompts with the current policy."""
         limits = self.collect_limits()
-        return await collect_ahead(self.generate_group, self.keep_group, self.collected, limits)
+        return await collect_ahead.collect_ahead(
+            self.generate_group, self.keep_group, self.collected, limits
+        )
 
     def learn_while_collecting(
         self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics
@@ -236,22 +260,25 @@ class RayPPOTrainer(Trainer):
         If answering fails, the step is still completed. The next one then raises the failure.
         """
         learn = functools.partial(self.learn, groups_P, metrics)
-        batch, outcome = self.runner.run(
-            learn_while_collecting(learn, self.collect_ahead(), metrics)
+        batch, state_or_exception = self.runner.run(
+            collect_ahead.learn_while_collecting(learn, self.collect_ahead(), metrics)
         )
-        if isinstance(outcome, CollectState):
-            self.set_collect_state(outcome)
+        if isinstance(state_or_exception, CollectState):
+            self.set_collect_state(state_or_exception)
         else:
-            self.ahead_failure = outcome
-        hidden_s = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
-        metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_s)})
+            self.ahead_failure = state_or_exception
+        # Answering time that the update hid: all of it, less the time that the step waited for
+        # answers after the update.
+        answering_seconds = sum(self.clock.take().values())
+        hidden_seconds = answering_seconds - metrics.values["timing_s/wait_ahead"]
+        metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_seconds)})
         return batch
 
     # -- learning --------------------------------------------------------------------------------
 
     def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
         """Return the groups as one batch."""
-        return make_batch(groups_P, self.tokenizer.pad_token_id)
+        return batching.make_batch(groups_P, self.tokenizer.pad_token_id)
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only if it is read."""
@@ -259,26 +286,30 @@ class RayPPOTrainer(Trainer):
             with metrics.time("old_log_prob"):
                 log_prob, entropy = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob)
-            metrics.add(log_prob_metrics(batch.adding(entropy=entropy)))
+            # Only the metrics read the entropy, so the step's batch does not keep it.
+            batch_with_entropy = batch.adding(entropy=entropy)
+            metrics.add(log_prob_metrics(batch_with_entropy))
         if self.config.needs_ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
         if self.config.has_critic:
             with metrics.time("values"):
                 batch = batch.adding(values=self.workers.compute_values(batch))
-        checks.finite(batch, "log_probs", "old_log_probs", "ref_log_prob", "values")
+        checks.finite(batch, "old_log_probs", "ref_log_prob", "values", phase="log_probs")
         return batch
 
     def needs_old_log_probs(self, batch: TrainBatch) -> bool:
         """Return whether the step needs a pass for the old log-probs of this batch."""
+        # The number of prompts decides how many mini-batches the step has. If it is one, the
+        # update's own pass gives the old log-probs.
         prompts = int(batch.group.max()) + 1
-        return needs_old_log_probs(self.config, prompts)
+        return step_settings.needs_old_log_probs(self.config, prompts)
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Weigh or reject tokens whose probability differs between engine and learner.
+        """Weight or reject tokens whose probability differs between engine and learner.
 
-        ``algorithm.rollout_correction`` decides how. It compares with old log-probs: without them
-        the batch stays as it is.
+        ``algorithm.rollout_correction`` decides how. The learner's probabilities are those of
+        ``old_log_probs``. If the batch has none, it is returned unchanged.
         """
         if not batch.has("old_log_probs"):
             return batch
@@ -290,11 +321,15 @@ class RayPPOTrainer(Trainer):
         """Set advantages and returns by the hook, and check that they are finite."""
         with metrics.time("adv"):
             batch = self.compute_advantages(batch, metrics)
-            checks.finite(batch, "adv", "reward", "advantages", "returns")
+            checks.finite(batch, "reward", "advantages", "returns", phase="adv")
         return batch
 
     def sync_weights(self, metrics: StepMetrics) -> None:
-        """Give the engines the new policy. Checksums and a probe verify a separate copy."""
+        """Copy the new weights to the engines.
+
+        Checksums and a probe text verify the copy. An engine that shares the learner's weights in
+        one process needs no copy.
+        """
         with metrics.time("update_weights"):
             metrics.add(self.workers.sync_weights(metrics.step))
 
@@ -319,6 +354,7 @@ class RayPPOTrainer(Trainer):
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         printed_answers = self.config.reward_model.num_examine
         if printed_answers or trainer.rollout_data_dir:
+            # Print num_examine answers of each data source; write all to rollout_data_dir, if set.
             rows = generation_rows(step, groups_P, self.tokenizer)
             self.run.tracker.show(step, rows, printed_answers, "rollout_data_dir")
         self.validate_and_complete(metrics)
@@ -326,13 +362,16 @@ class RayPPOTrainer(Trainer):
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
 
-        It has no meaning if the engine cuts off part of the distribution, if answers were chosen by
-        their scores (dropped groups), or if tokens train that the policy did not sample.
+        It is omitted where it has no meaning: if the engine cuts off part of the distribution, if
+        answers were chosen by their scores (dropped groups), or if the response contains tokens
+        that the policy is trained on but did not sample.
         """
         sampling = self.train_sampling
-        is_whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
+        samples_full_distribution = (
+            sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
+        )
         groups_dropped = metrics.values.get("collect/prompts_dropped")
-        if not is_whole or groups_dropped or batch.has("sampled_mask"):
+        if not samples_full_distribution or groups_dropped or batch.has("sampled_mask"):
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}

@@ -253,7 +253,7 @@ class Run:
     # -- around the loop -------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, *parts: Any) -> Iterator[asyncio.Runner]:
+    def around_loop(self, *parts: Any) -> Iterator[asyncio.Runner]:
         """Hold signals, event loop and tracker while the loop runs; then close them and ``parts``.
 
         A requested stop saves and does not raise. An error while a step collects saves the complete

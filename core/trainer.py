@@ -372,7 +372,7 @@ class Trainer:
         tracker = self.run.tracker
         with metrics.time("testing"):
             groups = self.runner.run(self.answer_val_prompts())
-        self.reward.failures.stop_if_none_is_graded(groups)
+        self.reward.failures.stop_if_no_answer_is_graded(groups)
         metrics.add(self.reward.usage("perf/val_judge"))
         metrics.add(self.reward.failures.rate("reward/val_failed_rate"))
         self.clock.take()  # the seconds of validation are in timing_s/testing

@@ -31,7 +31,9 @@ def require(holds: Any, phase: str, finding: str, remedy: str) -> None:
         raise BrokenInvariant(f"invariant broken in phase {phase}: {finding}; {remedy}")
 
 
-def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, second: type) -> Any:
+def call_and_check(
+    function: Callable[[Any], Any], inputs: Any, shape: torch.Size, second: type
+) -> Any:
     """Call a policy loss or an estimator and return its pair, with a number for each token.
 
     ``second`` is the type of the pair's second value: a tensor, or the dict of stats. Raises
@@ -51,7 +53,7 @@ def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, se
     return result
 
 
-def finite(batch: TrainBatch, phase: str, *names: str) -> None:
+def finite(batch: TrainBatch, *names: str, phase: str) -> None:
     """Check that fields which a phase has set hold neither an infinity nor NaN."""
     for name in names:
         if batch.has(name):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm.checks import of_tokens
+from core.algorithm.checks import call_and_check
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import LossInputs, value_loss
 from core.algorithm.losses import policy_loss as load_policy_loss
@@ -215,7 +215,7 @@ class Actor(Policy):
         with_entropy = config.entropy_coeff != 0
         log_prob_N, entropy_N = self.token_stats(micro_batch, entropy_grad=with_entropy)
         inputs = self.loss_inputs(micro_batch, log_prob_N)
-        loss_N, stats = of_tokens(self.policy_loss, inputs, log_prob_N.shape, dict)
+        loss_N, stats = call_and_check(self.policy_loss, inputs, log_prob_N.shape, dict)
         if micro_batch.has("rollout_is_weights"):
             loss_N = loss_N * micro_batch.rollout_is_weights
         loss = (weight_N * loss_N).sum()

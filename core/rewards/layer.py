@@ -224,12 +224,12 @@ class Failures:
         self.failed = 0
         return share
 
-    def stop_if_all(self, least: int) -> None:
+    def stop_if_every_answer_failed(self, least: int) -> None:
         """Raise RewardError if ``least`` answers came since the last rate and every one failed."""
         if self.failed == self.answers >= least:
             self._stop(self.answers)
 
-    def stop_if_none_is_graded(self, groups: Iterable[ScoredGroup]) -> None:
+    def stop_if_no_answer_is_graded(self, groups: Iterable[ScoredGroup]) -> None:
         """Raise RewardError if the scorer failed on every answer of a step or a validation."""
         scores = [score for group in groups for score in group.scores]
         if scores and all(score.ungraded for score in scores):

@@ -1,15 +1,17 @@
 """Collect a step's groups: the lowest ordinals that pass ``keep_group``, whatever finishes first.
 
-Groups are begun in the order of their ordinals. They are scored and filtered as they finish, while
-others still decode. Which groups a step trains on depends only on the ordinals and on
-``keep_group``: dropping what finishes late would train on short answers without a trace. Timing
-decides only how many ordinals beyond the last chosen one were begun in vain.
+An ordinal is a prompt's position in the prompt stream. Groups are begun in the order of their
+ordinals. They are scored and filtered as they finish, while others still decode. Which groups a
+step trains on depends only on the ordinals and on ``keep_group``: dropping groups that finish late
+would silently bias training to short answers. Timing decides only how many ordinals beyond the last
+chosen one were begun in vain.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +21,12 @@ from core.types import Dropped, ScoredGroup
 
 log = logging.getLogger(__name__)
 
-GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # from an ordinal
+GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # a request to stop is noticed this late if no sample finishes before
-# The least share of groups that is expected to pass: it bounds how many are begun at once
-LEAST_KEEP_RATE = 0.01
+# Lower bound of the keep rate when the number of groups to begin is estimated: it bounds how many
+# are in flight even if hardly any group passes
+MIN_KEEP_RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class CollectState:
     next_ordinal: int = 0
     # Recent share of groups that passed: it decides how many groups are begun at once
     keep_rate: float = 1.0
-    # Groups of ordinals from next_ordinal on that are decided already
+    # ordinal -> group that was generated and filtered before the step that may need it; no ordinal
+    # is below next_ordinal
     carried: Mapping[int, ScoredGroup | Dropped] = field(default_factory=dict)
 
 
@@ -82,10 +86,11 @@ async def collect_groups(
     """Generate groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     What is still in flight then is aborted. ``after_group()`` is called after each finished group.
-    ``ahead``: collect_ahead follows.
+    ``ahead`` is True if collect_ahead is called next; the result then has its ``ahead_window``.
 
     Raises:
-        Exhausted: none of ``limits.drawn`` prompts passes, or with ``raise_on_exhausted`` too few.
+        Exhausted: ``limits.drawn`` prompts were drawn and none passed, or fewer than
+            ``limits.wanted`` passed and ``raise_on_exhausted`` is set.
         StopRequested: ``stop_requested()`` became true.
     """
     groups = GroupsInProgress(generate_group, keep_group, state, limits)
@@ -94,35 +99,41 @@ async def collect_groups(
         while True:
             if stop_requested():
                 raise StopRequested
-            while groups.may_begin(next_to_begin):  # carried groups alone may be enough
+            # Begins nothing if the carried groups are enough
+            while groups.may_begin(next_to_begin):
                 groups.begin(next_to_begin)
                 next_to_begin += 1
             if not groups.in_flight or groups.are_enough(state.next_ordinal):
                 break
-            for _ in range(await groups.filter_finished()):
+            num_finished = await groups.filter_finished()
+            for _ in range(num_finished):
                 after_group()
     finally:
         await groups.abort()
+    # These are final. Either all ordinals up to the last chosen one are decided, or all that were
+    # begun are: no group that finishes later could have a lower ordinal
     chosen = groups.passed(below=next_to_begin)[: limits.wanted]
     if len(chosen) == limits.wanted:
-        following = chosen[-1].prompt.ordinal + 1
+        next_ordinal = chosen[-1].prompt.ordinal + 1
     else:
         groups.report_exhausted(chosen)
-        following = next_to_begin
+        next_ordinal = next_to_begin
     window = range(0)
     if ahead:
-        window = window_ahead(state.next_ordinal, following, len(chosen), limits)
-    return groups.collected(chosen, following, window)
+        window = window_ahead(state.next_ordinal, next_ordinal, len(chosen), limits)
+    return groups.collected(chosen, next_ordinal, window)
 
 
-def window_ahead(first: int, following: int, chosen: int, limits: CollectLimits) -> range:
-    """Return the ordinals that are answered ahead for the next step, which begins at ``following``.
+def window_ahead(first: int, next_ordinal: int, num_chosen: int, limits: CollectLimits) -> range:
+    """Return the ordinals to answer ahead for the next step, which begins at ``next_ordinal``.
 
-    They are as many as this step went through and, if it dropped groups, a tenth more.
+    They are as many as this step, which began at ``first``, went through. If it dropped groups,
+    they are a tenth more.
     """
-    gone_through = following - first
-    spare = -(-gone_through // 10) if gone_through > chosen else 0
-    return range(following, following + min(gone_through + spare, limits.drawn))
+    num_ordinals = next_ordinal - first
+    if num_ordinals > num_chosen:  # some were dropped
+        num_ordinals += math.ceil(num_ordinals / 10)
+    return range(next_ordinal, next_ordinal + min(num_ordinals, limits.drawn))
 
 
 class GroupsInProgress:
@@ -141,7 +152,8 @@ class GroupsInProgress:
         self.limits = limits
         self.decided: dict[int, ScoredGroup | Dropped] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
-        self.drawn = len(self.decided)  # carried groups count, which were drawn for this step too
+        # Carried groups count: they were drawn for this step, only earlier
+        self.drawn = len(self.decided)
 
     def begin(self, ordinal: int) -> None:
         """Begin a group, unless it is decided already."""
@@ -151,7 +163,11 @@ class GroupsInProgress:
             self.drawn += 1
 
     async def filter_finished(self) -> int:
-        """Wait for groups and filter them. Return how many finished."""
+        """Wait for groups and filter them. Return how many finished.
+
+        It is 0 if none finished within STOP_POLL_S seconds: the caller then looks for a request to
+        stop.
+        """
         done, _ = await asyncio.wait(
             self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -178,8 +194,9 @@ class GroupsInProgress:
         """Return whether the ordinal is expected to be needed, and may be drawn."""
         if len(self.in_flight) >= self.limits.in_flight or self.drawn >= self.limits.drawn:
             return False
-        # A carried group counts only after the ordinals below it are begun: skipping is a bias
-        expected = len(self.in_flight) * max(self.keep_rate, LEAST_KEEP_RATE)
+        # Ignore carried groups above this ordinal: stopping early because of them would skip lower
+        # ordinals and bias the step.
+        expected = len(self.in_flight) * max(self.keep_rate, MIN_KEEP_RATE)
         return len(self.passed(below=ordinal)) + expected < self.limits.wanted
 
     def are_enough(self, first: int) -> bool:
@@ -190,22 +207,22 @@ class GroupsInProgress:
         return len(self.passed(below=first_undecided)) >= self.limits.wanted
 
     @property
-    def kept(self) -> int:
-        """The decided groups that passed."""
+    def num_kept(self) -> int:
+        """The number of decided groups that passed."""
         return sum(isinstance(group, ScoredGroup) for group in self.decided.values())
 
     @property
     def keep_rate(self) -> float:
-        """The last step's rate, corrected by this one's groups; it weighs as much as ``wanted``."""
+        """Running keep rate: the previous rate counts as ``wanted`` groups, plus this step's."""
         wanted = self.limits.wanted
-        return (self.state.keep_rate * wanted + self.kept) / (wanted + len(self.decided))
+        return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
 
     def report_exhausted(self, chosen: Collection[ScoredGroup]) -> None:
         """Raise Exhausted, or warn if the step may train on the groups there are."""
         message = (
             f"{len(chosen)} of the {self.limits.wanted} groups a step needs passed keep_group "
-            f"after {self.drawn} prompts ({len(self.decided) - self.kept} dropped): the data may "
-            "be too easy or too hard for the policy; "
+            f"after {self.drawn} prompts ({len(self.decided) - self.num_kept} dropped): "
+            "the data may be too easy or too hard for the policy; "
             f"raise {self.limits.keys}, or change the data"
         )
         if self.limits.raise_on_exhausted or not chosen:
@@ -213,30 +230,30 @@ class GroupsInProgress:
         log.warning("%s; training on the %d groups there are", message, len(chosen))
 
     def collected(
-        self, chosen: Collection[ScoredGroup], following: int, window: range
+        self, chosen: Collection[ScoredGroup], next_ordinal: int, window: range
     ) -> Collected:
-        """Return the outcome. ``following`` is the first ordinal that the step did not reach."""
+        """Return the outcome of a step. ``next_ordinal`` is the first one it did not reach."""
         dropped = 0
         wasted_tokens = 0
         carried = {}
         for ordinal, group in self.decided.items():
-            if ordinal < following:
+            if ordinal < next_ordinal:
                 dropped += isinstance(group, Dropped)
-                continue
-            # What this step was handed already would be two steps old in the next one
-            is_too_old = bool(window) and ordinal in self.state.carried
-            if not is_too_old:
-                carried[ordinal] = group
-            if is_too_old or ordinal not in window:
+            elif window and ordinal in self.state.carried:
+                # A group carried into this step may not be carried again (staleness 2)
                 wasted_tokens += group.tokens
+            else:
+                carried[ordinal] = group
+                if ordinal not in window:
+                    wasted_tokens += group.tokens
         metrics = {
             "collect/prompts_drawn": self.drawn,
             "collect/prompts_dropped": dropped,
             "collect/keep_rate": self.keep_rate,
             "collect/wasted_tokens": wasted_tokens,
-            "collect/next_ordinal": following,
+            "collect/next_ordinal": next_ordinal,
         }
-        state = CollectState(following, self.keep_rate, carried)
+        state = CollectState(next_ordinal, self.keep_rate, carried)
         return Collected(tuple(chosen), state, metrics, window)
 
 
@@ -248,8 +265,8 @@ async def results_of(
 ) -> list[Any]:
     """Return the results of all ``work``. If one fails or a stop is requested, cancel the others.
 
-    Unlike after asyncio.gather, no request is left in an engine whose weights change next.
-    Raises StopRequested.
+    asyncio.gather would let the others go on after a failure. An engine would then still decode for
+    them when its weights change. Raises StopRequested.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     pending = set(tasks)

@@ -50,7 +50,7 @@ class RaySFTTrainer(Trainer):
 
     def fit(self) -> None:
         """Train to the last step. Each iteration trains on a batch of demonstrations."""
-        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner:
+        with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.validate_before_training()
             for metrics in self.run.steps():
                 with metrics.time("step"):

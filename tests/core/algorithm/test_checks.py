@@ -45,7 +45,7 @@ def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second)
     """A mean, returned by mistake, would spread over the tokens of a micro-batch and train on
     another objective."""
     one, other = torch.ones(3), {} if second is dict else torch.ones(3)
-    assert checks.of_tokens(lambda x: (x, other), one, one.shape, second) == (one, other)
+    assert checks.call_and_check(lambda x: (x, other), one, one.shape, second) == (one, other)
     wrong = (
         one,
         (one.mean(), other),
@@ -57,16 +57,16 @@ def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second)
     )
     for found in (*wrong, (one, None)):
         with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[\[3\], "):
-            checks.of_tokens(lambda x, found=found: found, one, one.shape, second)
+            checks.call_and_check(lambda x, found=found: found, one, one.shape, second)
 
 
 def test_nothing_is_infinite():
     batch = make_batch(made_groups(), 0)
     batch = batch.adding(old_log_probs=torch.zeros(batch.tokens), values=torch.zeros(batch.tokens))
-    checks.finite(batch, "log_probs", "old_log_probs", "values", "ref_log_prob")
+    checks.finite(batch, "old_log_probs", "values", "ref_log_prob", phase="log_probs")
     with broken("phase log_probs: 1 numbers of values are not finite"):
         value = batch.values.masked_fill(torch.arange(batch.tokens) == 7, float("nan"))
-        checks.finite(batch.adding(values=value), "log_probs", "old_log_probs", "values")
+        checks.finite(batch.adding(values=value), "old_log_probs", "values", phase="log_probs")
 
 
 def gap_z(entropy, log_prob, **more):

@@ -390,9 +390,9 @@ def test_a_step_in_which_no_answer_had_a_score_stops_the_run(make_layer):
     grade(layer, prompt("tests/a"), trajectory("7"))
     layer.failures.rate("reward/failed_rate")
     grade(layer, prompt("tests/a"), *map(trajectory, ("bad", "worse")))
-    layer.failures.stop_if_all(least=3)
+    layer.failures.stop_if_every_answer_failed(least=3)
     with pytest.raises(RewardError, match="(?s)each of 2 answers.*KeyError: 'worse'"):
-        layer.failures.stop_if_all(least=2)
+        layer.failures.stop_if_every_answer_failed(least=2)
 
 
 # --- at start ---
