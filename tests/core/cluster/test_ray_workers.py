@@ -395,8 +395,9 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     assert FOLDER in given("log_to_driver=False")["runtime_env"]["env_vars"]
 
 
+@pytest.mark.processes
 def test_a_process_without_the_run_folder_is_named_before_a_model_loads(
-    model, tmp_path, monkeypatch
+    model, cluster, tmp_path, monkeypatch
 ):
     processes, blind = object.__new__(RayProcesses), False
 
