@@ -58,7 +58,7 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
         assert max(t.response_ids.max() for t in sampled) < VOCAB_SIZE
         plain = tuple(sampled[::4])
         prompt = Prompt(0, "q", tuple(HELLO), (), None, "test")
-        batch = make_batch([ScoredGroup(prompt, plain, tuple(Score(0.0) for _ in plain))], 0, True)
+        batch = make_batch([ScoredGroup(prompt, plain, tuple(Score(0.0) for _ in plain))], 0)
         log_probs, entropy, *_ = one.compute_log_probs(batch)
         found = log_probs[batch.response_mask].numpy()
         np.testing.assert_allclose(found, np.concatenate([t.logprobs for t in plain]), atol=1e-4)
