@@ -54,7 +54,7 @@ class Trainer(RayDAPOTrainer):
         return self
 
     async def generate(self, prompt, *args):
-        ahead = self.collected is not None and prompt.ordinal in self.collected.window
+        ahead = self.collected is not None and prompt.ordinal in self.collected.ahead_window
         if ahead and type(self).kill_in == self.run.step + 1:
             type(self).kill_in = 0
             learner = self.workers.watch.actors["learner rank 0"]
