@@ -17,8 +17,8 @@ HIDDEN = "***"
 SHORT = 7  # characters of a secret that may be a word of a message too, as INFO under env_vars
 # Names of secrets end so, in any case and with any marks between: hf_token, X-Api-Key, clientSecret
 SECRET_NAME = (
-    r"(token|(api|access|secret|private|account).?key(.?id)?|secret|passw(or)?d|pwd|auth(orization)?|credentials?"
-    r"|cookie|signature)$"
+    r"(token|(api|access|secret|private|account).?key(.?id)?|secret|passw(or)?d|pwd"
+    r"|auth(orization)?|credentials?|cookie|signature)$"
 )
 SECRET = re.compile(rf"{SECRET_NAME}|(^|\.)(env|env_vars|environment)(\.|$)", re.IGNORECASE)
 NO_SECRET = re.compile(
