@@ -179,7 +179,11 @@ def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random)
 
 
 def read_lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    """Read the finished lines: the last may be half written while its run goes on."""
+    if not path.exists():
+        return []
+    finished, _, _ = path.read_text().rpartition("\n")
+    return finished.splitlines()
 
 
 # ---------------------------------------------------------------- comparing
