@@ -4,7 +4,7 @@ problem.
     python -m recipes.grpo.main_grpo key=value ...          runs
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
     python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the
-    words occur in
+    words occur in; --help first: those that a first run needs
 
 Nothing here imports torch before the configuration is known to be good.
 """
@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
+
+import yaml
 
 from core.config import (
     Composed,
@@ -56,9 +58,12 @@ from core.secret_keys import remember
 log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
+FIRST_KEYS = Path(recipes.__file__).with_name("first_keys.yaml")
 USAGE = """usage: python -m recipes.{recipe}.main_{recipe} [preset=NAME] [key=value ...]
        python -m recipes.{recipe}.main_{recipe} --help WORD ...
        (only the keys in which all the words occur)
+       python -m recipes.{recipe}.main_{recipe} --help first
+       (only the fifteen keys that a first run of your own needs, the most important first)
 
 The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only checks and prints the
 configuration and what the run will need. preset=NAME puts the settings of a file over the recipe's
@@ -300,6 +305,13 @@ def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tu
     wrap = textwrap.TextWrapper(
         width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
     )
+    if list(words) == ["first"]:
+        lines = [
+            line
+            for head, text in first_keys(recipe, overrides)
+            for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))
+        ]
+        return "\n".join(lines), True
     others = verl_names.described(recipe)
     for title, entries in (("", explained(recipe, overrides)), ("keys of other versions:", others)):
         hits = [
@@ -332,6 +344,16 @@ def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]
         sentences = filter(None, [*descriptions, choices(hint)])
         text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
         yield f"{key}={show(convert.get(config, key), key)}", text
+
+
+def first_keys(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield rank and ``key=default`` of the keys that a first run needs, and a sentence on each."""
+    config = examine(recipe, overrides).config
+    ranked = yaml.safe_load(FIRST_KEYS.read_text(encoding="utf-8"))
+    known = [key for key in ranked if convert.known(key, type(config))]
+    for rank, key in enumerate(known, 1):
+        value = show(convert.get(config, key), key)
+        yield f"{rank}. {key}={value}", f"{ranked[key][0].upper()}{ranked[key][1:]}."
 
 
 def choices(hint: Any) -> str:

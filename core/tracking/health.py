@@ -1,15 +1,16 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
 A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). The run
-warns beyond a bound; beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is
-plain data, a part of every checkpoint.
+warns beyond a bound; beyond that of ``nonfinite`` it saves a checkpoint and ends. Once, after a
+third of the steps, a run that has not improved is told what its learning rate may have to do with
+it. The state is plain data, a part of every checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,17 @@ STUCK = {
     "reward/zero_variance_share": "groups have equal scores and teach nothing; look at "
     "actor_rollout_ref.rollout.n, the scorer, and how hard data.train_files is",
 }
-REMEMBERED = {SCORE, FAILED, *STUCK}
+RATE = "actor_rollout_ref.actor.optim.lr"
+LEAST_STEPS = 10  # before anything is said about the learning rate
+NOISE = 2.0  # standard errors that a change has to exceed
+ENTROPY = "actor/entropy"
+# Share of the first steps' entropy below which it has collapsed
+COLLAPSED = 0.2
+# Metrics that an update of the policy raises, and the mean below which it hardly moves. With one
+# optimizer step a batch, old and new policy are one in the first two.
+MOVEMENT = {"actor/pg_clipfrac": 1e-3, "actor/ppo_kl": 1e-3, "actor/kl_loss": 1e-3}
+NO_SPREAD = "reward/zero_variance_share"
+REMEMBERED = {SCORE, FAILED, ENTROPY, *MOVEMENT, *STUCK}
 
 
 @dataclass
@@ -117,6 +128,48 @@ class Health:
             if steps > STUCK_STEPS:
                 return None
         return None
+
+    def learning_rate_advice(self, total_steps: int, values: Values) -> str | None:
+        """Return why the learning rate may be too small or too large, None for no reason.
+
+        It is returned after a third of the steps alone, at least ``LEAST_STEPS``.
+        """
+        scores = self.history.get(SCORE, [])
+        entropies = self.history.get(ENTROPY, [])
+        if len(scores) != max(LEAST_STEPS, -(-total_steps // 3)) or not entropies:
+            return None
+        rate = f"{RATE}={values.get('actor/lr', 0.0):g}"
+        start, end = fmean(scores[:3]), fmean(scores[-3:])
+        course = f"in {len(scores)} steps the mean score has not risen ({start:.3g}, {end:.3g})"
+        start, end = fmean(entropies[:3]), fmean(entropies[-3:])
+        if _change(scores) <= NOISE and end < COLLAPSED * start:
+            collapse = f"the entropy fell from {start:.3g} to {end:.3g}"
+            return f"{rate}: may be too large: {course} and {collapse}; try a third of it"
+        moves = [
+            abs(fmean(self.history[name])) > least
+            for name, least in MOVEMENT.items()
+            if self.history.get(name)
+        ]
+        # Groups of equal scores teach nothing at any rate
+        no_spread = fmean(self.history.get(NO_SPREAD) or [1.0]) > 0.9
+        if abs(_change(scores)) > NOISE or abs(_change(entropies)) > NOISE:
+            return None
+        if any(moves) or no_spread:
+            return None
+        still = "entropy, clip fractions and KL show that the policy hardly moves"
+        return f"{rate}: may be too small: {course}, and {still}; try ten times as much"
+
+
+def _change(values: Sequence[float]) -> float:
+    """Return the second half's mean less the first half's, in standard errors.
+
+    The noise is that of neighbouring values, whose difference holds little of a trend.
+    """
+    half = len(values) // 2
+    change = fmean(values[-half:]) - fmean(values[:half])
+    variance = fmean((b - a) ** 2 for a, b in pairwise(values)) / 2
+    error = (2 * variance / half) ** 0.5
+    return change / error if error else 0.0
 
 
 def _last_in_row(values: Sequence[float], holds: Callable[[float], bool]) -> int:

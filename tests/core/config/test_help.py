@@ -65,3 +65,20 @@ def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
     ]
     # An override after it is searched for by its key
     assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]
+
+
+def test_the_keys_of_a_first_run_are_fifteen_and_ranked(capsys):
+    code, out, _ = asked(capsys, "preset=lab", "--help", "first")
+    heads = [line.split(". ", 1)[1] for line in out.splitlines() if line[0].isdigit()]
+    keys = [head.partition("=")[0] for head in heads]
+    assert code == 0 and len(keys) == 15 and set(keys) <= set(convert.all_keys())
+    assert keys[0] == "actor_rollout_ref.model.path"
+    assert keys.index("actor_rollout_ref.actor.optim.lr") < 5
+    assert "actor_rollout_ref.actor.optim.lr=0.0001" in heads  # of the preset
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_first_run_of_a_recipe_is_told_of_its_own_keys_alone(recipe, capsys):
+    code, out, err = asked(capsys, "--help", "first", recipe=recipe)
+    assert code == 0 and err == "" and "actor_rollout_ref.actor.optim.lr=" in out
+    assert ("rollout.n=" in out) == (recipe != "sft")

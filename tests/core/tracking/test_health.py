@@ -146,6 +146,55 @@ def test_the_likeliest_key_is_named_where_nothing_can_be_learned(name, key):
     assert [bool(one) for one in told] == [False] * 5 + [True, False] and key in told[5]
 
 
+# Scores of twelve steps, which a third of 36 are; and what the policy did
+FLAT = [0.3, 0.34, 0.27, 0.33, 0.29, 0.31, 0.3, 0.28, 0.33, 0.27, 0.32, 0.31]
+RISING = [0.1 + step / 20 for step in range(12)]
+STILL = {"actor/ppo_kl": 1e-6, "actor/pg_clipfrac": 0.0}
+MOVING = {"actor/ppo_kl": 4e-3, "actor/pg_clipfrac": 0.02}
+STEADY = [1.0, 1.01] * 6
+COLLAPSING = [2.0 * 0.6**step for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    "scores, entropies, policy, advice",
+    [
+        (FLAT, STEADY, STILL, "too small"),
+        (FLAT, STEADY, MOVING, None),
+        (FLAT, [1 + step / 100 for step in range(12)], STILL, None),  # a slow drift is movement
+        (FLAT, STEADY, {**STILL, "actor/kl_loss": 0.01}, None),
+        (FLAT, STEADY, {**STILL, "reward/zero_variance_share": 1.0}, None),
+        (RISING, STEADY, STILL, None),
+        (RISING[::-1], STEADY, STILL, None),
+        (FLAT, COLLAPSING, MOVING, "too large"),
+        (RISING[::-1], COLLAPSING, MOVING, "too large"),
+        (RISING, COLLAPSING, MOVING, None),  # a policy that has learnt is sure
+    ],
+)
+def test_a_learning_rate_that_moves_nothing_or_too_much_is_named_once(
+    scores, entropies, policy, advice
+):
+    health = Health()
+    texts = []
+    for step, (score, entropy) in enumerate(zip(scores, entropies, strict=True), 1):
+        values = {SCORE: score, "actor/entropy": entropy, "actor/lr": 1e-6}
+        values = {"reward/zero_variance_share": 0.2, **values, **policy}
+        health.check(step, values, bounded())
+        texts.append(health.learning_rate_advice(36, values))
+    assert texts[:-1] == [None] * 11
+    if advice is None:
+        assert texts[-1] is None
+    else:
+        assert texts[-1].startswith("actor_rollout_ref.actor.optim.lr=1e-06: may be " + advice)
+
+
+def test_a_run_of_a_handful_of_steps_says_nothing_of_its_learning_rate():
+    health = Health()
+    for step in range(1, 8):
+        values = {SCORE: FLAT[step], "actor/entropy": STEADY[step], **STILL}
+        health.check(step, values, bounded())
+        assert health.learning_rate_advice(8, values) is None
+
+
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     """Steps 2 and 3 lose their update; killed after 2, the resumed run must still count two in a
     row."""
