@@ -100,7 +100,7 @@ def examine(
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, problems))),
-        warnings=(*warnings, *verl_names.older_defaults(line)),
+        warnings=tuple(warnings),
         words=line.words,
         given=given,
         typed=frozenset(typed.values),

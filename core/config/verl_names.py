@@ -175,28 +175,6 @@ def _literals(hint: Any) -> tuple[str, ...]:
     return tuple(name for part in get_args(hint) for name in _literals(part))
 
 
-def older_defaults(line: Line) -> list[str]:
-    """Return a warning for each default of verl up to 0.3 that such a line relied on.
-
-    Only defaults that differ here are named.
-    """
-    in_reward = "algorithm.use_kl_in_reward"
-    entropy = f"{ACTOR}.entropy_coeff"
-    marks = [key for key in table()["older"] if key in line.words]
-    if "algorithm.kl_ctrl.kl_coef" in line.words and in_reward not in line.words:
-        marks.append("algorithm.kl_ctrl.kl_coef")
-    if not marks or not line.schema.generates:
-        return []
-    why = f"this line has {marks[0]}, as lines of those versions have; give the value that is meant"
-    warnings = []
-    if entropy not in line.words:
-        warnings.append(f"{entropy}: 0.001 was verl's default up to 0.3, and it is 0 here; {why}")
-    if not line.words.keys() & {in_reward, f"{ACTOR}.use_kl_loss"}:
-        rule = "verl up to 0.3 took a KL off the reward (kl_coef=0.001), and it is off here"
-        warnings.append(f"{in_reward}: {rule}; {why}")
-    return warnings
-
-
 def described(recipe: str) -> Iterator[tuple[str, str]]:
     """Yield every name of the tables with its meaning, for ``--help WORD``."""
     names = table(recipe)
@@ -218,7 +196,7 @@ def table(recipe: str = "") -> dict[str, Any]:
     recipes_file = recipes.folder(recipe) / "verl_keys.yaml"
     tables = [convert.read_table(path) for path in (FILE, recipes_file) if path.exists()]
     joined: dict[str, Any] = {"no_effect": {}, "asks_nothing": {}, "refused": []}
-    for name in ("same", "means", "values", "hints", "files", "older"):
+    for name in ("same", "means", "values", "hints", "files"):
         joined[name] = {}
         for part in tables:
             joined[name] |= part.get(name, {})
