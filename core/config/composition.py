@@ -88,7 +88,7 @@ def examine(
     techniques_on, techniques_off = _techniques(foreign)
     problems += [*no_presets, *techniques_on]
     tree, unresolved = _resolved(tree, schema)
-    warnings = [*typed.warnings, *warnings, *_write_dashes(tree)]
+    warnings = [*typed.warnings, *warnings]
     config, refused = validated(schema, tree, line)
     given = script.values | typed.values
     config, misplaced = defaults.over_ray(config, given)
@@ -335,22 +335,6 @@ def _presets(
 
 
 # --- trees ---
-
-
-def _write_dashes(tree: Tree) -> list[str]:
-    """Write a dash for each slash in the names of run and project, and return a warning of each.
-
-    verl reads such a name as a path.
-    """
-    warnings = []
-    for name in ("experiment_name", "project_name"):
-        value = tree.get("trainer", {}).get(name)
-        if isinstance(value, str) and "/" in value.strip("/"):
-            written = re.sub("/+", "-", value.strip("/"))
-            tree["trainer"][name] = written
-            fix = f"it is read as {written}"
-            warnings.append(str(Problem(f"trainer.{name}", value, "is one step of a path", fix)))
-    return warnings
 
 
 def _resolved(tree: Tree, schema: type[Config]) -> tuple[Tree, Problems]:
