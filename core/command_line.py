@@ -19,7 +19,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -40,6 +40,7 @@ from core.config import (
 )
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show, thaw
+from core.config.unused_keys import unused
 from core.dry_run import is_dry_run
 from core.errors import (
     FULL,
@@ -128,7 +129,7 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
     return composed.config
 
 
-def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
+def all_problems(composed: Composed, typed: Collection[str] | None) -> list[str]:
     """Return the problems of a configuration and of what it names.
 
     ``typed`` are the keys whose paths have to exist in a dry run; None: a run begins.
@@ -147,7 +148,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     if typed is None:
         problems += _missing_here(config)
         on_cpus = ranks_on_cpus(composed)
-        if on_cpus and on_cpus.key in composed.scripted:
+        if on_cpus and on_cpus.key in composed.script:
             problems.append(str(on_cpus))
     if not composed.problems:
         problems += map(str, threshold_problems(config))
@@ -259,10 +260,10 @@ def _notes(composed: Composed) -> dict[str, list[str]]:
     for key, (value, settings) in composed.read.items():
         meaning = ", ".join(f"{name}={show(item, name)}" for name, item in settings.items())
         read.append(f"{key}={show(value, key)}: {meaning}")
-    unused = [
+    without_effect = [
         f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()
     ]
-    return {"warning": warnings, "read as": read, "no effect": unused}
+    return {"warning": warnings, "read as": read, "no effect": without_effect}
 
 
 def _report(recipe: str, composed: Composed) -> str:
@@ -275,7 +276,7 @@ def _report(recipe: str, composed: Composed) -> str:
     changes = [
         f"{key}={show(new, key)} (default {show(old, key)})"
         for key, (old, new) in diff(defaults, config).items()
-        if key not in composed.without_effect
+        if not unused(config, key)
     ]
     not_checked = list(paths.not_checked(config))
     if no_cluster := paths.address_problem(config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from core.config import convert, recipes, registry
@@ -88,7 +88,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
             yield key, path
 
 
-def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
+def missing(config: Config, among: Collection[str] | None = None) -> list[Problem]:
     """Return the named paths that do not exist, those of the keys in ``among``.
 
     None means all keys: a run begins, and URLs are looked up. Otherwise only the driver of a URL

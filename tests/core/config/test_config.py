@@ -153,19 +153,11 @@ def test_of_two_values_of_a_key_the_last_counts_and_a_line_tells():
     assert not examine("grpo", ["preset=paper", "preset=paper"]).warnings
 
 
-def test_a_preset_that_a_file_names_lies_under_the_file(tmp_path):
+def test_a_preset_that_a_file_names_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_text("preset: paper\ntrainer: {seed: 4}\n")
-    file = [f"--config-path={tmp_path}", "--config-name=mine"]
-    found = examine("grpo", file)
-    assert (found.config.actor_rollout_ref.rollout.n, found.config.trainer.seed) == (64, 4)
-    assert not found.problems and not found.warnings
-    found = examine("grpo", [*file, "preset=script"])
-    assert (
-        found.config.actor_rollout_ref.rollout.n
-        == compose("grpo", ["preset=script"]).actor_rollout_ref.rollout.n
-    )
+    found = examine("grpo", [f"--config-path={tmp_path}", "--config-name=mine"])
     assert found.config.trainer.seed == 4
-    assert [one.partition(":")[0] for one in found.warnings] == ["preset=script"]
+    assert [problem.partition("; ")[2] for problem in found.problems] == ["type preset=NAME there"]
 
 
 def test_an_error_of_yaml_has_its_line(tmp_path):
