@@ -31,7 +31,7 @@ PROMPT_FIELDS = (
     "style",
     "opened_tag",
 )
-EPISODE_FIELDS = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure")
+EPISODE_FIELDS = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure", "reward")
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 

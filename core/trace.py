@@ -68,7 +68,7 @@ def dump(
         group = groups[index]
         spans = batch.spans((batch.group == index).nonzero()[:, 0])
         trajectories = []
-        for trajectory, score, span in zip(group.trajectories, group.scores, spans, strict=True):
+        for (trajectory, score, _), span in zip(group.sequences, spans, strict=True):
             response = slice(span.start + len(trajectory.prompt_ids), span.stop)
             about = {"score": score.value, "parts": dict(score.parts), "status": score.status.value}
             about |= {"stop": trajectory.stop.value, "turns": trajectory.turns}

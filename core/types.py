@@ -93,6 +93,10 @@ class Trajectory:
     user_scores: tuple[float, ...] = ()  # a simulated user's, of the policy's turns in their order
     tool_rewards: tuple[float, ...] = ()  # tools', of the policy's calls in their order
     failure: str = ""  # why it cannot be scored: a simulated user failed, for example
+    reward: float | None = None  # an agent's own, in place of a scorer's
+    # Further trajectories of the same episode, of an agent that branched or edited its history.
+    # They have no branches of their own, and train with this one's score.
+    branches: tuple[Trajectory, ...] = ()
 
     def __post_init__(self) -> None:
         dtypes = {
@@ -142,13 +146,22 @@ class ScoredGroup:
         return len(self.trajectories)
 
     @property
+    def sequences(self) -> list[tuple[Trajectory, Score, bool]]:
+        """Return the sequences of a batch, with their score and whether they are branches."""
+        return [
+            (sequence, score, sequence is not trajectory)
+            for trajectory, score in zip(self.trajectories, self.scores, strict=True)
+            for sequence in (trajectory, *trajectory.branches)
+        ]
+
+    @property
     def version(self) -> int:
         """The oldest policy version among the samples."""
-        return min(trajectory.policy_version for trajectory in self.trajectories)
+        return min(trajectory.policy_version for trajectory, _, _ in self.sequences)
 
     @property
     def tokens(self) -> int:
-        return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+        return sum(len(trajectory.response_ids) for trajectory, _, _ in self.sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +215,8 @@ class TrainBatch:
     reward: Tensor = sequence_field("make_batch")
     # True where the sequence's reward enters its group's statistics
     in_group_stats: Tensor = sequence_field("make_batch")
+    # True where an earlier sequence of the same episode is in the statistics for it
+    is_branch: Tensor = sequence_field("make_batch, if an episode has several trajectories")
     # As the engine reported them
     rollout_log_probs: Tensor = token_field("make_batch")
     # True where the policy sampled the token, if that is not response_mask

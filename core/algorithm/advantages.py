@@ -46,6 +46,7 @@ class AdvantageInputs:
     group: Tensor  # [B] int64: any number that the sequences of one prompt share
     token_rewards: Tensor | None = None  # [N] float: what each token adds, such as a KL penalty
     in_group_stats: Tensor | None = None  # [B] bool: the sequence was scored; None if all were
+    is_branch: Tensor | None = None  # [B] bool: its episode's first sequence counts for it
     values: Tensor | None = None  # [N] float: the critic's values, for gae
     baseline: Tensor | None = None  # [B] float: score of the prompt's greedy answer, for remax
     gamma: float = 1.0
@@ -54,10 +55,15 @@ class AdvantageInputs:
     epsilon: float = 1e-6
 
     @property
-    def counted_B(self) -> Tensor:
-        """Return the sequences that enter statistics, [B] bool."""
+    def scored_B(self) -> Tensor:
+        """Return the sequences that were scored, [B] bool."""
         everything = torch.ones_like(self.group, dtype=torch.bool)
         return everything if self.in_group_stats is None else self.in_group_stats.bool()
+
+    @property
+    def counted_B(self) -> Tensor:
+        """Return the sequences that enter statistics, [B] bool: an episode counts once."""
+        return self.scored_B if self.is_branch is None else self.scored_B & ~self.is_branch
 
     @property
     def rewards_B(self) -> Tensor:
@@ -65,7 +71,7 @@ class AdvantageInputs:
         reward = self.reward.double()
         if self.token_rewards is not None:
             reward = reward + sum_by_sequence(self.token_rewards.double(), self.lengths)
-        return reward.masked_fill(~self.counted_B, 0)
+        return reward.masked_fill(~self.scored_B, 0)
 
     def need(self, name: str, estimator: str) -> Tensor:
         """Return an optional field. Raises ValueError if the batch does not have it."""
@@ -86,7 +92,9 @@ class AdvantageInputs:
     @cached_property
     def single_B(self) -> Tensor:
         """Return the sequences without another of their group, [B] bool: ``rollout.n`` is 1."""
-        return self.group_B.bincount()[self.group_B] == 1
+        if self.is_branch is None:
+            return self.group_B.bincount()[self.group_B] == 1
+        return self.group_sum((~self.is_branch).double()) == 1
 
     @cached_property
     def relative_rewards_B(self) -> Tensor:
@@ -100,7 +108,7 @@ class AdvantageInputs:
         counted_rewards_B = torch.where(self.counted_B, self.rewards_B, lowest_B)
         largest_P = lowest_B.scatter_reduce(0, self.group_B, counted_rewards_B, "amax")
         shift_B = largest_P[self.group_B].masked_fill(self.single_B, 0)
-        return (self.rewards_B - shift_B).masked_fill(~self.counted_B, 0)
+        return (self.rewards_B - shift_B).masked_fill(~self.scored_B, 0)
 
     def group_sum(self, values_B: Tensor) -> Tensor:
         """Return the sum of each sequence's group, [B] float64."""
@@ -136,7 +144,7 @@ class AdvantageInputs:
     @cached_property
     def active_N(self) -> Tensor:
         """Return the tokens that can carry an advantage, [N] bool."""
-        return self.response_mask.bool() & spread_over_tokens(self.counted_B, self.lengths)
+        return self.response_mask.bool() & spread_over_tokens(self.scored_B, self.lengths)
 
     @cached_property
     def actions_B(self) -> Tensor:
@@ -192,6 +200,7 @@ def inputs_of(
         group=batch.group,
         token_rewards=token_rewards_N,
         in_group_stats=batch.optional("in_group_stats"),
+        is_branch=batch.optional("is_branch"),
         values=batch.optional("values"),
         baseline=batch.optional("baseline"),
         gamma=config.gamma,
@@ -264,7 +273,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     the groups that carry no gradient; it is taken over the whole batch.
     """
     # In float32, as published
-    alpha = inputs.counted_B.sum() / inputs.rewards_B.count_nonzero().clamp(min=1)
+    alpha = inputs.counted_B.sum() / inputs.rewards_B[inputs.counted_B].count_nonzero().clamp(min=1)
     advantages = inputs.spread(alpha * (inputs.relative_rewards_B - inputs.group_mean()))
     return advantages, advantages
 

@@ -33,9 +33,9 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
     was cut short is not. If the greedy answer could not be graded, its group has no baseline, and
     all of it is left out.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    scores = [score for group in groups for score in group.scores]
-    group_sizes = torch.tensor([len(group) for group in groups])
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    trajectories, scores, are_branches = zip(*sequences, strict=True)
+    group_sizes = torch.tensor([len(group.sequences) for group in groups])
     ids, masks, log_probs = [], [], []
     for trajectory in trajectories:
         prompt_length = len(trajectory.prompt_ids)
@@ -64,6 +64,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
         group=torch.arange(len(groups)).repeat_interleave(group_sizes),
         reward=torch.tensor([score.value for score in scores], dtype=torch.float32),
         in_group_stats=~is_ungraded,
+        is_branch=torch.tensor(are_branches) if any(are_branches) else None,
         rollout_log_probs=torch.from_numpy(np.concatenate(log_probs)),
         baseline=baseline,
     )

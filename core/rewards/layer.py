@@ -136,6 +136,8 @@ class RewardLayer:
         """Return the score by scorer, reward model or both, or why there is none."""
         if trajectory.failure:
             return Failure(ScoreStatus.CRASH, f"{trajectory.failure}\n")
+        if trajectory.reward is not None:
+            return Score(trajectory.reward)
         if not self.config.enable:
             return await self.manager.run(job)
         if prompt.style == MODEL_STYLE:

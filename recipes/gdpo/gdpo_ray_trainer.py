@@ -31,7 +31,7 @@ class RayGDPOTrainer(RayPPOTrainer):
 
     def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
         """Return the groups as a batch, and keep the parts of their scores for the advantages."""
-        scores = [score for group in groups_P for score in group.scores]
+        scores = [score for group in groups_P for _, score, _ in group.sequences]
         self.parts = {
             name: torch.tensor([score.parts.get(name, 0.0) for score in scores])
             for name in self.config.reward_weights

@@ -39,7 +39,7 @@ class SearchR1Trainer(RayPPOTrainer):
 
 def training_on_retrieved(batch: TrainBatch, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
     """Return the batch as if the policy had written the whole responses: the paper's ablation."""
-    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups_P for trajectory, _, _ in group.sequences]
     masks = []
     for trajectory in trajectories:
         masks.append(np.zeros(len(trajectory.prompt_ids), np.bool_))

@@ -1,6 +1,7 @@
 """Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory
 is."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.advantages import AdvantageInputs, grpo, inputs_of, remax
+from core.algorithm.advantages import AdvantageInputs, estimator, grpo, inputs_of, remax
 from core.algorithm.losses import loss_weights
 from core.config.training_keys import AlgorithmConfig
 from core.learner.batching import (
@@ -232,3 +233,29 @@ def test_idle_rows_are_those_that_cannot_move_a_weight(groups):
     assert busy.reward.tolist() == [1.0, 2.0] and len(idle) == 2
     nothing = step.rows([])  # a rank whose share is empty takes part in every pass
     assert len(contributing_sequences(nothing, only_advantages_train=True)) == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus_baseline"])
+def test_an_episode_of_several_trajectories_counts_once_in_its_group(name):
+    """Its branch trains with its own mask and the episode's advantage, and moves nobody else's."""
+    branch = trajectory([1, 2, 9], [5, 5], [False, True])
+    long = dataclasses.replace(trajectory([1, 2], [3]), branches=(branch,))
+    answers = [long, trajectory([1, 2], [4]), trajectory([1, 2], [6])]
+    scores = [Score(1.0), Score(0.25), Score(-1.0)]
+    batch = make_batch([scored([1, 2], answers, scores)], PAD)
+    assert batch.lengths.tolist() == [3, 5, 3, 3] and batch.is_branch.tolist() == [0, 1, 0, 0]
+    assert batch.reward.tolist() == [1.0, 1.0, 0.25, -1.0]
+    assert batch.response_mask[3:8].tolist() == [False, False, False, False, True]
+    settings = AlgorithmConfig()
+    advantages = estimator(name)(inputs_of(batch, settings))[0]
+    last = [advantages[end - 1].item() for end in batch.lengths.cumsum(0)]
+    assert last[0] == last[1]
+    if name != "reinforce_plus_plus_baseline":  # whitening is over the batch's tokens
+        alone = [trajectory([1, 2], [3]), *answers[1:]]
+        of_one_each = make_batch([scored([1, 2], alone, scores)], PAD)
+        assert not of_one_each.has("is_branch")
+        expected = estimator(name)(inputs_of(of_one_each, settings))[0][2::3]
+        assert [last[0], *last[2:]] == expected.tolist()
+    single = make_batch([scored([1, 2], [long], [Score(1.0)])], PAD)
+    kept = grpo(inputs_of(single, settings))[0].tolist()
+    assert kept == pytest.approx([0, 0, 1, 0, 0, 0, 0, 1], abs=1e-5)
