@@ -197,23 +197,6 @@ def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
     return after
 
 
-def replies_behind(render: Render, role: str, texts: Sequence[str]) -> str:
-    """Return what the template writes behind an assistant's text where messages of a role follow.
-
-    The text ends with the beginning of the assistant's next turn. Raises ChatError.
-    """
-    replies = [{"role": role, "content": text} for text in texts]
-    return written_behind(render, *replies, add_generation_prompt=True)
-
-
-def check_replies(render: Render, role: str, count: int) -> None:
-    """Raise ChatError if the template cannot write so many messages of a role."""
-    written = replies_behind(render, role, [MARK] * count).count(MARK)
-    if written != count:
-        texts = f"of the texts of {count} message(s) of role {role!r}"
-        raise ChatError(f"it writes {written} {texts}")
-
-
 def encode_written(tokenizer: Any, write: Write, texts: Sequence[str]) -> list[int]:
     """Return the ids of ``write(texts)``, the frame of a chat template around texts of others.
 

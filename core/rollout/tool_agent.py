@@ -31,9 +31,9 @@ from core.errors import InputError, printable
 from core.rewards.grading import finite_number
 from core.rollout import tools as listed
 from core.rollout.agent_loop import AgentLoop, Episode
+from core.rollout.chat_frames import ChatFrames
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError
 from core.rollout.untrusted import UntrustedCalls
-from core.types import Stop
 from reward_scores.tags import between
 
 if TYPE_CHECKING:
@@ -175,15 +175,11 @@ class ToolAgentLoop(AgentLoop):
         self.calls = {id(owner): UntrustedCalls() for owner in owners}
         self.counts: Counter[str] = Counter()
         self.traced: set[str] = set()  # tools whose first failure was logged
-        kwargs = vocabulary.template_arguments(config.data)
-        self.whole_tokens = vocabulary.whole_tokens(tokenizer)
-        self.ends = vocabulary.template_ends(tokenizer, kwargs)
-        self.has_template = vocabulary.has_template(tokenizer, kwargs)
-        if self.tools:
-            # Some tokenizers have a template of its own for chats with tools
-            kwargs["tools"] = [tool.schema for tool in self.tools.values()]
-        self.template = vocabulary.template_of(tokenizer, kwargs)
-        if self.users or self.has_template:
+        self.frames = ChatFrames(tokenizer, vocabulary.template_arguments(config.data))
+        # Some tokenizers have a template of its own for chats with tools
+        schemas = [tool.schema for tool in self.tools.values()]
+        self.described_tools = {"tools": schemas} if schemas else {}
+        if self.users or self.frames.has_template:
             self.check_template()
 
     def check_template(self) -> None:
@@ -194,7 +190,7 @@ class ToolAgentLoop(AgentLoop):
             replies = [("tool", count) for count in range(1, most + 1)] + replies
         for role, count in replies:
             try:
-                vocabulary.check_replies(self.template, role, count)
+                self.frames.check([{"role": role, "content": ""}] * count, **self.described_tools)
             except vocabulary.ChatError as error:
                 where = f"{MODEL}.path={self.config.actor_rollout_ref.model.path}"
                 rule = f"the chat template cannot write {count} message(s) of role {role!r}"
@@ -283,10 +279,12 @@ class ToolAgentLoop(AgentLoop):
             else:
                 role = "user"
                 answers = await self.reply(user, messages, episode)
-            messages += [{"role": role, "content": text} for text in answers]
-            if not answers or not self.add(role, answers, episode):
+            replies = [{"role": role, "content": text} for text in answers]
+            messages += replies
+            if not replies or not self.add(replies, episode):
                 return
-            thinking = self.written(role, answers).rstrip().endswith(THOUGHT)
+            written = self.frames.written(replies, **self.described_tools)
+            thinking = written.rstrip().endswith(THOUGHT)
 
     async def answers(
         self, calls: Sequence[Call], tools: Mapping[str, Instance], episode: Episode
@@ -357,27 +355,15 @@ class ToolAgentLoop(AgentLoop):
         behind = text[len(text) - most + head :]
         return f"{before}{'...' if before else ''}(truncated){'...' if behind else ''}{behind}"
 
-    def add(self, role: str, texts: Sequence[str], episode: Episode) -> bool:
-        """Append messages of a role and the beginning of the policy's next turn.
+    def add(self, replies: Sequence[vocabulary.Message], episode: Episode) -> bool:
+        """Append messages of one role and the beginning of the policy's next turn.
 
-        The end of the policy's turn is left out if the policy wrote it itself. What is in a message
-        is text, whatever it looks like. Return whether the policy can go on.
+        Return whether the policy can go on.
         """
-        text = self.written(role, texts)
-        ids = vocabulary.encode_written(self.tokenizer, partial(self.written, role), texts)
-        end = vocabulary.first_token(text, self.whole_tokens)
-        is_written = end is not None and episode.last_id == self.whole_tokens[end]
-        # The policy may also have ended its turn with another of the tokens that end turns
-        if is_written or (end in self.ends and episode.stop is Stop.EOS):
-            text = text.lstrip()[len(end) :]
-            ids = ids[ids.index(self.whole_tokens[end]) + 1 :]
-        return episode.add(text, role, ids)
-
-    def written(self, role: str, texts: Sequence[str]) -> str:
-        """Return what stands between a turn of the policy and its next one for these messages."""
-        if self.has_template:
-            return vocabulary.replies_behind(self.template, role, texts)
-        return "".join(f"<tool_response>{text}</tool_response>" for text in texts)
+        text, ids = self.frames.encode(
+            replies, episode.last_id, episode.stop, **self.described_tools
+        )
+        return episode.add(text, replies[0]["role"], ids)
 
     def metrics(self) -> Mapping[str, float]:
         counts = self.counts
