@@ -281,7 +281,7 @@ class ToolAgentLoop(AgentLoop):
                 answers = await self.reply(user, messages, episode)
             replies = [{"role": role, "content": text} for text in answers]
             messages += replies
-            if not replies or not self.add(replies, episode):
+            if not answers or not self.add(role, answers, episode):
                 return
             written = self.frames.written(replies, **self.described_tools)
             thinking = written.rstrip().endswith(THOUGHT)
@@ -355,15 +355,16 @@ class ToolAgentLoop(AgentLoop):
         behind = text[len(text) - most + head :]
         return f"{before}{'...' if before else ''}(truncated){'...' if behind else ''}{behind}"
 
-    def add(self, replies: Sequence[vocabulary.Message], episode: Episode) -> bool:
-        """Append messages of one role and the beginning of the policy's next turn.
+    def add(self, role: str, texts: Sequence[str], episode: Episode) -> bool:
+        """Append messages of a role and the beginning of the policy's next turn.
 
         Return whether the policy can go on.
         """
+        replies = [{"role": role, "content": text} for text in texts]
         text, ids = self.frames.encode(
             replies, episode.last_id, episode.stop, **self.described_tools
         )
-        return episode.add(text, replies[0]["role"], ids)
+        return episode.add(text, role, ids)
 
     def metrics(self) -> Mapping[str, float]:
         counts = self.counts

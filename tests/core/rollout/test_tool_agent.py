@@ -321,7 +321,7 @@ def assert_as_rendered(loop, role, texts):
     chat = [*asked, *({"role": role, "content": text} for text in texts)]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     whole = words.apply_chat_template(chat, **options)
-    end = next(iter(loop.ends), words.eos_token)
+    end = next(iter(loop.frames.ends), words.eos_token)
     ids = [*words.encode("call", add_special_tokens=False), words.convert_tokens_to_ids(end)]
     loop.add(
         role, texts, SimpleNamespace(last_id=ids[-1], stop=Stop.EOS, add=lambda *a: added.append(a))
