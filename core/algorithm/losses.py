@@ -1,7 +1,8 @@
 """Policy losses, the value loss, and the weights that turn per-token losses into the objective.
 
 A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a
-micro-batch: one of :data:`core.config.registry.POLICY_LOSSES` or a user's own. The objective is
+micro-batch: one of :data:`core.config.registry.POLICY_LOSSES` or a user's own, whose attribute
+``select`` may choose tokens of the whole mini-batch beforehand. The objective is
 ``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`, which are those of a whole
 mini-batch: parts add up to the whole, however it is split. ``stats`` are detached [N] tensors, to
 be averaged over response tokens. Losses and stats are 0 outside the mask, also where inputs are NaN
@@ -44,7 +45,7 @@ class LossInputs:
     mask: Tensor  # [N] bool: True where the policy wrote the token
     config: ActorConfig
     lengths: Tensor  # [B] int64: tokens of each sequence
-    # [N] bool: tokens that clip_cov and kl_cov treat apart, chosen from the whole mini-batch
+    # [N] bool: tokens that the loss treats apart, chosen from the whole mini-batch
     selected: Tensor | None = None
 
     def __post_init__(self) -> None:

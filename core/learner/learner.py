@@ -8,6 +8,7 @@ micro-batch losses and gradients sum to those of the mini-batch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -44,7 +45,7 @@ CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads; a learner rank is sent no others."""
-    # ``selected`` are the tokens that clip_cov and kl_cov treat apart; other losses have none
+    # ``selected`` are the tokens that clip_cov and kl_cov treat apart; most losses have none
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
@@ -158,6 +159,8 @@ class Actor(Policy):
         self.micro_batch_size = training_size(config)
         loss_mode = config.policy_loss.loss_mode
         self.policy_loss = load_policy_loss(loss_mode)
+        # A user's loss selects tokens by a function of its own, at the weights of each step
+        self.select_now = getattr(self.policy_loss, "select", None)
         self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
         self.stepper = Stepper(self, config, "actor")
         # Differences between engine and learner, measured before an update's first step
@@ -189,7 +192,9 @@ class Actor(Policy):
         step_sums.value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
         if self.config.use_kl_loss:
             step_sums.value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
-        if mini_batch.has("selected"):
+        if self.select_now is not None:
+            mini_batch = mini_batch.adding(selected=self.selected_now(mini_batch))
+        elif mini_batch.has("selected"):
             # Order numbers become bool: only the chosen tokens matter from here on
             mini_batch = mini_batch.adding(selected=self.choose_selected(mini_batch))
         only_advantages = only_advantages_train(self.config)
@@ -257,7 +262,17 @@ class Actor(Policy):
         if self.stepper.step_index == 0 and batch.has("rollout_log_probs"):
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
-    # -- clip_cov and kl_cov: losses that treat selected tokens apart ----------------------------
+    # -- losses that treat selected tokens apart -------------------------------------------------
+
+    def selected_now(self, mini_batch: TrainBatch) -> Tensor:
+        """Return the tokens that the loss's ``select`` chooses of those that carry loss, [N] bool.
+
+        It is called as ``select(inputs, gather)``: ``gather`` returns a list of all ranks' values.
+        """
+        log_prob_N, _ = self.log_probs(mini_batch, self.micro_batch_size)
+        inputs = self.loss_inputs(mini_batch, log_prob_N)
+        inputs = dataclasses.replace(inputs, mask=inputs.mask & (mini_batch.loss_weight != 0))
+        return self.select_now(inputs, self.ranks.gather)
 
     def choose_selected(self, mini_batch: TrainBatch) -> Tensor:
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.

@@ -11,11 +11,12 @@ from core.algorithm.advantages import AdvantageInputs
 from core.algorithm.losses import LossInputs
 from core.config import compose
 from core.errors import InputError
-from core.types import StepMetrics, TrainBatch
+from core.types import Prompt, ScoredGroup, StepMetrics, Stop, TrainBatch, Trajectory
 from recipes.asymre.asymre_ray_trainer import RayAsymRETrainer
 from recipes.dppo.functions import dppo
 from recipes.gdpo.functions import gdpo
 from recipes.gdpo.gdpo_ray_trainer import RayGDPOTrainer
+from recipes.m2po.functions import BOUND, m2po, outliers
 from recipes.maxrl.functions import maxrl
 from recipes.nsr.functions import nsr, psr, w_reinforce
 from reward_scores.score import graded
@@ -132,6 +133,70 @@ def test_dppo_masks_by_the_difference_of_probabilities_and_not_by_their_ratio():
     assert log_prob.grad.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+# Old log-ratios of tokens with an advantage of their sign, or of the other one, 100 times
+LOG_RATIOS = (0.05, -0.4, 0.1, 0.3, -0.2, 0.01, 0.6, -0.15, 0.0, 1.2)
+OUTWARD = (1, 1, 0, 1, 1, 1, 1, 1, 1, 0)
+
+
+def stale_tokens(**changes) -> LossInputs:
+    """Return tokens whose log-ratio leads away from the old policy where OUTWARD is 1."""
+    log_ratio = torch.tensor(LOG_RATIOS, dtype=torch.float64)
+    sign = torch.where(log_ratio < 0, -1.0, 1.0) * (2 * torch.tensor(OUTWARD) - 1)
+    fields = {
+        "log_prob": log_ratio - 1,
+        "old_log_prob": torch.full_like(log_ratio, -1),
+        "advantages": sign * torch.arange(1, 11).double(),
+        "mask": torch.ones(10, dtype=torch.bool),
+        "config": None,
+        "lengths": torch.tensor([10]),
+    }
+    return LossInputs(**{**fields, **changes})
+
+
+def masked_by_hand(tokens: LossInputs) -> list[bool]:
+    """Mask the largest square of an outward token until the mean of the others is in bounds."""
+    outward = {at: LOG_RATIOS[at] ** 2 for at in range(10) if OUTWARD[at] and tokens.mask[at]}
+    outward = {at: square for at, square in outward.items() if square > 0}
+    while outward and sum(outward.values()) / len(outward) > BOUND:
+        del outward[max(outward, key=outward.get)]
+    return [
+        bool(OUTWARD[at] and LOG_RATIOS[at] and tokens.mask[at] and at not in outward)
+        for at in range(10)
+    ]
+
+
+def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_into_bounds():
+    tokens = stale_tokens()
+    masked = outliers(tokens, lambda value: [value])
+    assert masked.tolist() == masked_by_hand(tokens)
+    assert 0 < int(masked.sum()) < sum(OUTWARD)
+    # The token of the largest ratio of all leads back: it stays
+    assert not masked[9] and masked[6]
+    loss, stats = m2po(stale_tokens(selected=masked))
+    by_token = zip(LOG_RATIOS, tokens.advantages.tolist(), masked.tolist(), strict=True)
+    expected = [0.0 if off else -a * math.exp(log_ratio) for log_ratio, a, off in by_token]
+    assert loss.tolist() == pytest.approx(expected, abs=1e-12)
+    assert stats["pg_clipfrac"].bool().tolist() == masked.tolist()
+
+
+def test_m2po_chooses_among_the_tokens_of_all_ranks():
+    """The outlier of another rank makes room for none here; tokens without loss do not count."""
+    half = stale_tokens(mask=torch.arange(10) < 5)
+    alone = outliers(half, lambda value: [value])
+    assert alone.tolist() == masked_by_hand(half)
+    small = torch.full((100,), 0.01, dtype=torch.float64)
+    beside = outliers(half, lambda value: [value, small])
+    assert alone.any() and not beside.any()
+    whole = outliers(stale_tokens(), lambda value: [value])
+    other = stale_tokens(mask=torch.arange(10) >= 5)
+    squares = {}
+    outliers(half, lambda value: squares.setdefault("half", [value]))
+    outliers(other, lambda value: squares.setdefault("other", [value]))
+    both = [squares["half"][0], squares["other"][0]]
+    shares = [outliers(part, lambda value: both) for part in (half, other)]
+    assert torch.equal(shares[0] | shares[1], whole)
+
+
 def test_asymre_subtracts_a_shifted_mean_from_the_scores_of_graded_answers():
     keys = ["preset=lab", "baseline_shift=-0.25"]
     trainer = RayAsymRETrainer(compose("asymre", keys))
@@ -148,7 +213,7 @@ def test_asymre_subtracts_a_shifted_mean_from_the_scores_of_graded_answers():
     assert math.fsum(expected) > 0  # right answers weigh more
 
 
-@pytest.mark.parametrize("recipe", ["maxrl", "nsr", "dppo", "asymre", "gdpo"])
+@pytest.mark.parametrize("recipe", ["maxrl", "nsr", "dppo", "asymre", "gdpo", "m2po"])
 def test_a_method_s_configuration_composes_with_the_lab_s_preset(recipe):
     config = compose(recipe, ["preset=lab"])
     assert config.actor_rollout_ref.rollout.n == 16
@@ -192,6 +257,22 @@ def test_gdpo_tells_mixtures_apart_that_grpo_gives_one_advantage():
     advantages = gdpo(fields, {"acc": right, "marked": marked}, {"acc": 1.0, "marked": 1.0})
     # By hand: parts 1.5 and -0.866, -0.5 and 0.866, -0.5 and -0.866; deviation of the sums 0.919
     assert advantages.tolist() == pytest.approx([0.6896, 0.3981, 0.3981, -1.4858], abs=1e-3)
+
+
+def test_the_trainer_of_gdpo_takes_each_part_from_the_scores_of_its_answers():
+    """The part that trains is not the score: an answer right and unmarked beside a wrong one."""
+    trainer = RayGDPOTrainer(
+        compose("gdpo", ["preset=lab", "reward_weights={acc: 0, marked: 1.0}"])
+    )
+    trainer.tokenizer = SimpleNamespace(pad_token_id=0)
+    prompt = Prompt(0, "0", (4,), (), "x", "lab/hops")
+    scores = tuple(graded(right, "a", marked=float(not right)) for right in (True, False, False))
+    answers = tuple(Trajectory([4], [5], [True], [-1.0], (), Stop.EOS, 0, 0) for _ in scores)
+    batch = trainer.make_batch([ScoredGroup(prompt, answers, scores)])
+    batch = trainer.compute_advantages(batch, StepMetrics(1))
+    # By hand: marks 0, 1, 1 less their mean by their deviation, twice
+    expected = [0.0, -1.1547, 0.0, 0.5774, 0.0, 0.5774]
+    assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_part_that_no_score_has_is_refused_with_its_key():

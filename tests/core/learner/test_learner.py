@@ -178,6 +178,34 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
     assert float((without - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
+def halves(inputs, gather):
+    """Select the tokens whose log-ratio is above the mean of those of all ranks that carry loss."""
+    mean = torch.cat(gather(inputs.log_ratio[inputs.mask])).mean()
+    return inputs.mask & (inputs.log_ratio > mean)
+
+
+def without_halves(x):
+    """Return a loss that is 0 for the selected tokens."""
+    return (-x.advantages * x.log_ratio.exp()).masked_fill(x.selected, 0), {}
+
+
+def test_a_loss_of_ones_own_selects_from_the_whole_step_at_its_present_weights():
+    step, gradients, selections = one_step(random_batch()), [], []
+    path = f"{__name__}:without_halves"
+    for knob in MEMORY:
+        part = actor(policy_loss=SimpleNamespace(loss_mode=path), **knob)
+        part.select_now = halves
+        selections.append(part.selected_now(step))
+        gradients.append(accumulated(part, step)[0])
+    now, _ = part.log_probs(step, MicroBatchSize(max_sequences=100))
+    log_ratio, carries = now - step.old_log_probs, step.loss_mask
+    expected = carries & (log_ratio > log_ratio[carries].mean())
+    assert 0 < expected.sum() < carries.sum() < step.response_mask.sum()
+    assert all(torch.equal(selected, expected) for selected in selections)
+    for other in gradients[1:]:
+        assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
+
+
 def clip_cov_step(share, old="old_log_probs"):
     """Return an actor, a step, and by verl's formula: how many to draw, of which, which are
     clipped.
