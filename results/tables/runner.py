@@ -42,7 +42,8 @@ PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
 CODE = ("core/**/*.py", "recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/*.py")
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
-Run = tuple[str, int]  # a row, or a control of the first row, and a seed
+Run = tuple[str, int]  # a row, a control of the first row, or key=value of the sweep, and a seed
+Records = Mapping[Run, Any]
 
 
 # --- the miniature ---
@@ -54,9 +55,11 @@ def seed_of(run: Run) -> int:
 
 def arguments(table: Table, run: Run) -> list[str]:
     """Return the command line of a run, without its folder."""
-    row = table.rows.get(run[0]) or next(iter(table.rows.values()))  # a control is of the first row
+    first = next(iter(table.rows.values()))
+    row = table.rows.get(run[0], first)  # controls and values of the sweep are of the first row
+    swept = [run[0]] if table.lab.sweep and run[0].startswith(f"{table.lab.sweep.key}=") else []
     execution = [f"preset={table.lab.preset}", *EXECUTION, f"trainer.seed={seed_of(run)}"]
-    return [*execution, *table.lab.keys, *row.keys, *row.lab_keys]
+    return [*execution, *table.lab.keys, *row.keys, *row.lab_keys, *swept]
 
 
 @functools.cache
@@ -126,39 +129,67 @@ def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
                 count()
 
 
-def work(table: Table, seeds: Sequence[int], jobs: int) -> int:
-    """Run what is missing of the miniature and print the page; return the exit status."""
-    files = {
-        (arm, seed): record_file(table, (arm, seed))
-        for seed in seeds
-        for arm in (*table.rows, *table.lab.controls)
-    }
+def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> Records:
+    """Run what is missing of these arms and return their records; with DRY_RUN those that are made.
+
+    Raises InputError: a command that prepares the runs failed, or a run did not finish.
+    """
+    files = {(arm, seed): record_file(table, (arm, seed)) for seed in seeds for arm in arms}
     missing = [run for run, file in files.items() if not file.exists()]
-    print(
-        f"{page.summary(table)}; here {len(missing)} of {len(files)} runs are missing", flush=True
-    )
+    print(f"{len(missing)} of {len(files)} runs are missing", flush=True)
     numbers = " ".join(map(str, sorted(set(map(seed_of, missing)))))
     commands = [text.replace("{seeds}", numbers) for text in table.lab.prepare if missing]
     if is_dry_run():
         print("\n".join([*commands, *(f"train {arm}, seed {seed}" for arm, seed in missing)]))
-        return 0
-    if any(map(shell, commands)):
-        return 1
-    (OUTPUTS / table.recipe).mkdir(parents=True, exist_ok=True)
-    run_all(table, missing, jobs)
+        files = {run: file for run, file in files.items() if run not in missing}
+    elif missing:
+        if failed := [text for text in commands if shell(text)]:
+            raise InputError(
+                f"{failed[0]}: it failed; mend what it names and type the command again"
+            )
+        (OUTPUTS / table.recipe).mkdir(parents=True, exist_ok=True)
+        run_all(table, missing, jobs)
     if lost := [str(file.with_suffix(".log")) for file in files.values() if not file.exists()]:
-        print(f"{len(lost)} runs did not finish: see {' '.join(lost)}", file=sys.stderr)
-        return 1
-    records = {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
-    collected = collect(table, seeds, records)
+        raise InputError(f"{len(lost)} runs did not finish: see {' '.join(lost)}")
+    return {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
+
+
+def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:
+    """Return the table with the best value of its sweep among its keys, and the sweep's means."""
+    arms = [f"{table.lab.sweep.key}={value}" for value in table.lab.sweep.values]
+    records = complete(table, arms, table.lab.sweep.seeds, jobs)
+    measure = next(iter(table.lab.measures.values()))
+    means = {
+        arm: round(statistics.fmean(values), 1)
+        for arm in arms
+        if (
+            values := [
+                measured(measure, r["metrics"]) for run, r in records.items() if run[0] == arm
+            ]
+        )
+    }
+    best = max(means, key=means.get, default=arms[0])
+    lab = table.lab.model_copy(update={"keys": (*table.lab.keys, best)})
+    return table.model_copy(update={"lab": lab}), means, records
+
+
+def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
+    """Run what is missing of the miniature and print the page."""
+    print(page.summary(table))
+    settled, means, sweep_records = table, {}, {}
+    if table.lab.sweep:
+        settled, means, sweep_records = swept(table, jobs)
+    records = complete(settled, [*table.rows, *table.lab.controls], seeds, jobs)
+    if is_dry_run():
+        return
+    collected = collect(table, seeds, records, sweep_records) | ({"sweep": means} if means else {})
     if len(seeds) == table.lab.seeds:
         write_atomic(PAGES / f"{table.id}.json", json.dumps(collected, indent=1) + "\n")
         page.update()
     print(page.render(table, collected))
-    return 0
 
 
-def collect(table: Table, seeds: Sequence[int], records: Mapping[Run, Any]) -> Numbers:
+def collect(table: Table, seeds: Sequence[int], records: Records, others: Records) -> Numbers:
     """Return what is committed of a table: each seed's measures, and where they come from."""
     values = {
         name: {
@@ -168,7 +199,7 @@ def collect(table: Table, seeds: Sequence[int], records: Mapping[Run, Any]) -> N
         }
         for name, measure in table.lab.measures.items()
     }
-    every = records.values()
+    every = [*records.values(), *others.values()]
     return {
         "digest": table.digest,
         "seeds": list(seeds),
@@ -240,7 +271,8 @@ def main() -> int:
             raise InputError(f"table={args.table}: {rule}; choose one of {', '.join(tables)}")
         if at_paper_scale:
             return work_at_paper_scale(table)
-        return work(table, range(1, (args.seeds or table.lab.seeds) + 1), args.jobs)
+        work(table, range(1, (args.seeds or table.lab.seeds) + 1), args.jobs)
+        return 0
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -72,6 +72,14 @@ class Measure(Part):
     over: str = Field("last 1", pattern=r"^(all|last [1-9]\d*)$")
 
 
+class Sweep(Part):
+    """A key that the paper sets for another scale: the first row's best value is every row's."""
+
+    key: str
+    values: tuple[str, ...] = Field(min_length=2)
+    seeds: tuple[int, ...] = (201, 202)  # other ones than those of the rows
+
+
 class Lab(Part):
     """The miniature. ``{seeds}`` in a command of ``prepare`` stands for those that are missing."""
 
@@ -81,6 +89,7 @@ class Lab(Part):
     measures: dict[str, Measure] = Field(min_length=1)
     prepare: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    sweep: Sweep | None = None
     controls: tuple[Literal["again", "rewards_of_others"], ...] = ()
 
 
@@ -104,7 +113,7 @@ class Table(Part):
 
     @property
     def digest(self) -> str:
-        content = json.dumps(self.model_dump(exclude=WORDS), sort_keys=True)
+        content = json.dumps(self.model_dump(exclude=WORDS, exclude_none=True), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property

@@ -91,7 +91,7 @@ def test_equality_is_judged_by_its_margin(table, differences, verdict):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"sweep": 1}, "sweep=1"),
+        ({"lab": {**FILE["lab"], "sweep": 1}}, "lab.sweep=1"),
         ({"rows": {"first": {"label": "a", "against": "third"}}}, "=third"),
         ({"rows": {**FILE["rows"], "third": {"label": "c", "keys": ["x"]}}}, "rows.third.keys=x"),
         ({"statements": [{**FILE["statements"][0], "expects": "equal"}]}, "statements.0.margin=0"),
@@ -173,6 +173,30 @@ def test_a_dry_run_lists_what_is_missing_and_a_record_is_not_made_twice(tmp_path
     environment = {"PYTHONPATH": str(ROOT), "DRY_RUN": "1", "PATH": "/usr/bin:/bin"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "train unmasked, seed 1" in shown.stdout and "train masked, seed 1" not in shown.stdout
+
+
+def test_every_row_takes_the_value_of_the_sweep_that_is_best_for_the_first_row(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sweep = {"key": "actor_rollout_ref.actor.optim.lr", "values": ["1.0e-4", "3.0e-4"]}
+    table = read_table(written(tmp_path, lab={**FILE["lab"], "sweep": sweep}))
+    assert table.digest != read_table(written(tmp_path)).digest
+    for value, accuracy in (("1.0e-4", (0.7, 0.8)), ("3.0e-4", (0.5, 0.9))):
+        for seed, reached in zip(table.lab.sweep.seeds, accuracy, strict=True):
+            run = f"{sweep['key']}={value}", seed
+            assert runner.arguments(table, run)[-1] == run[0]
+            record = runner.record_file(table, run)
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps({"metrics": [{"val": reached}]}))
+    settled, means, records = runner.swept(table, 1)
+    best = f"{sweep['key']}=1.0e-4"
+    assert list(means.values()) == [75.0, 70.0] and len(records) == 4
+    assert best in runner.arguments(settled, ("second", 1))
+    assert best in runner.arguments(settled, ("again", 1))
+    assert best not in runner.arguments(table, ("second", 1))
+    shown = page.render(table, {**numbers(table), "sweep": means})
+    assert "1.0e-4: 75.0; 3.0e-4: 70.0." in shown and "20 runs took" in shown
 
 
 def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
