@@ -7,48 +7,111 @@ token.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from core.algorithm.sequences import masked_mean
+from core.data.parquet import Example
 from core.errors import InputError
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
-from core.types import StepMetrics, TrainBatch
+from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch
 
 
 class RayOPDTrainer(RayPPOTrainer):
-    """The core trainer with a teacher whose log-probs are advantages."""
+    """The core trainer with teachers whose log-probs are advantages."""
+
+    groups_P: Sequence[ScoredGroup] = ()  # of the step, in the order of its batch
 
     def needs_old_log_probs(self, batch: TrainBatch) -> bool:
         """Return True, unless the engine's log-probs serve as the student's."""
         return not self.config.algorithm.rollout_correction.bypass_mode
 
     def load_data(self) -> None:
-        """Load the data, and refuse a teacher whose token ids mean other tokens. Raises
-        InputError."""
+        """Load the data, and refuse a teacher whose token ids mean other tokens.
+
+        Raises InputError, also where the first example of a data source names no teacher.
+        """
         super().load_data()
-        frozen = self.config.frozen_models["teacher"]
-        teacher, student = vocabulary(load_tokenizer(frozen.model)), vocabulary(self.tokenizer)
-        if teacher != student:
-            rule = f"its tokenizer has {teacher}, the policy's {student}"
+        student = vocabulary(self.tokenizer)
+        for frozen in self.config.frozen_models.values():
+            teacher = vocabulary(load_tokenizer(frozen.model))
+            if teacher != student:
+                rule = f"its tokenizer has {teacher}, the policy's {student}"
+                raise InputError(
+                    f"{frozen.key}={frozen.model.path}: {rule}; take a teacher with the "
+                    f"policy's tokenizer"
+                )
+        for example in self.stream.files.first.values():
+            self.teacher_of(example)
+
+    def teacher_of(self, example: Example | Prompt) -> str:
+        """Return the role of an example's teacher. Raises InputError: it names none."""
+        keys = self.config.distillation
+        if not keys.teachers:
+            return "teacher"
+        columns = {**example.extra_info, "data_source": example.data_source}
+        name = columns.get(keys.teacher_column)
+        if name not in keys.teachers:
             raise InputError(
-                f"{frozen.key}={frozen.model.path}: {rule}; take a teacher with the "
-                f"policy's tokenizer"
+                f"distillation.teacher_column={keys.teacher_column}: an example of "
+                f"{example.data_source} has {name!r} there, which distillation.teachers does not "
+                f"name; add its teacher"
             )
+        return f"teacher of {name}"
+
+    def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
+        """Return the groups as a batch, and keep them: they name their teachers."""
+        self.groups_P = groups_P
+        return super().make_batch(groups_P)
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` to the estimator's times ``reward_weight`` plus each token's reward
         times ``coef``."""
         keys, batch = self.config.distillation, super().compute_advantages(batch, metrics)
         with metrics.time("teacher"):
-            teacher_N = self.workers.compute_ref_log_prob(batch, "teacher")
+            teacher_N = self.teacher_log_probs(batch)
         student_N = batch.old_log_probs if batch.has("old_log_probs") else batch.rollout_log_probs
         reward_N = token_reward(student_N, teacher_N, batch.response_mask)
         metrics.add({"distillation/reverse_kl": -float(masked_mean(reward_N, batch.response_mask))})
         return batch.adding(advantages=keys.reward_weight * batch.advantages + keys.coef * reward_N)
+
+    def teacher_log_probs(self, batch: TrainBatch) -> Tensor:
+        """Return the log-probs of each example's teacher, [N], under the prompt that it sees."""
+        seen = batch
+        if self.config.distillation.privileged_prompt is not None:
+            seen = super().make_batch([self.with_privileged_prompt(g) for g in self.groups_P])
+        roles = [self.teacher_of(group.prompt) for group in self.groups_P]
+        seen_N = torch.zeros(seen.tokens)
+        for role in sorted(set(roles)):
+            is_pupil_P = torch.tensor([each == role for each in roles])
+            rows = is_pupil_P[seen.group].nonzero()[:, 0]
+            log_prob_N = self.workers.compute_ref_log_prob(seen.rows(rows), role)
+            seen.put(seen_N, rows, log_prob_N)
+        # The same answers in the same order, behind prompts of other lengths
+        return torch.zeros(batch.tokens).masked_scatter(
+            batch.response_mask, seen_N[seen.response_mask]
+        )
+
+    def with_privileged_prompt(self, group: ScoredGroup) -> ScoredGroup:
+        """Return the group with its answers behind the teacher's prompt.
+
+        The last message becomes ``privileged_prompt``. Without a chat template it is the whole
+        prompt.
+        """
+        *before, last = group.prompt.messages
+        template = self.config.distillation.privileged_prompt
+        text = template.replace("{question}", last["content"])
+        text = text.replace("{ground_truth}", str(group.prompt.ground_truth))
+        encoder = self.stream.files.encoder
+        chat = [*before, {**last, "content": text}]
+        prompt_ids = encoder.encode(chat if encoder.has_template else text)
+        answers = [dataclasses.replace(t, prompt_ids=prompt_ids) for t in group.trajectories]
+        return dataclasses.replace(group, trajectories=tuple(answers))
 
 
 def token_reward(student_N: Tensor, teacher_N: Tensor, response_mask: Tensor) -> Tensor:

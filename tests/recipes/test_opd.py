@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -91,6 +93,83 @@ def test_the_reward_of_a_token_is_that_of_a_softmax_written_out(folder):
     assert models["teacher"].temperature == 2.0 and want.abs().max() > 0.1
     assert batch.advantages.double().sub(want).abs().max() < 2e-5
     assert not batch.advantages[~batch.response_mask].any()
+
+
+class Stopped(Exception):
+    """Ends a run before its first update."""
+
+
+def first_batch(one: RayOPDTrainer):
+    """Return the batch that a run's first update gets."""
+    kept = []
+
+    def update(batch, metrics):
+        kept.append(batch)
+        raise Stopped
+
+    one.update = update
+    with pytest.raises(Stopped):
+        one.init_workers().fit()
+    return kept[0]
+
+
+def log_probs(policy, prompt_ids, response_ids) -> torch.Tensor:
+    """Return the log-probs of a response behind a prompt, by a softmax in float64."""
+    ids = torch.tensor([*prompt_ids, *response_ids])
+    logits = policy.module.double()(input_ids=ids[None]).logits[0, :-1, :100] / policy.temperature
+    taken = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].detach()
+    return taken[len(prompt_ids) - 1 :]
+
+
+def test_a_privileged_teacher_scores_the_same_answer_behind_its_own_prompt(folder):
+    text = "'{question}, and the answer is {ground_truth}'"
+    one = trainer(folder, "privileged", f"distillation.privileged_prompt={text}")
+    batch = first_batch(one)
+    student, teacher = one.workers.models.actor, one.workers.models.frozen["teacher"]
+    want = []
+    for group in one.groups_P:
+        question = group.prompt.messages[-1]["content"]
+        chat = [{"role": "user", "content": f"{question}, and the answer is 1"}]
+        seen = one.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
+        seen = seen["input_ids"] if not isinstance(seen, list) else seen
+        assert len(seen) > len(group.prompt.token_ids)
+        for answer in group.trajectories:
+            own = log_probs(student, group.prompt.token_ids, answer.response_ids)
+            want.append(log_probs(teacher, seen, answer.response_ids) - own)
+    found = batch.advantages[batch.response_mask].double()
+    assert found.sub(torch.cat(want)).abs().max() < 2e-5 < torch.cat(want).abs().max()
+    assert not batch.advantages[~batch.response_mask].any()
+
+
+def test_each_example_has_the_teacher_that_its_column_names(folder):
+    """A second teacher is the student itself: the answers that it scores have no reward."""
+    made = pq.read_table(folder / "train.parquet").to_pylist()
+    for at, example in enumerate(made):
+        example["extra_info"]["subject"] = ("itself", "other")[at % 3 == 0]
+    pq.write_table(pa.Table.from_pylist(made), folder / "subjects.parquet")
+    keys = (
+        f"distillation.teachers={{itself: {folder / 'model'}, other: {folder / 'teacher'}}}",
+        "distillation.teacher_column=subject",
+        f"data.train_files={folder / 'subjects.parquet'}",
+    )
+    one = trainer(folder, "several", *keys)
+    batch = first_batch(one)
+    assert set(one.workers.models.frozen) == {"teacher of itself", "teacher of other"}
+    other = one.workers.models.frozen["teacher of other"]
+    want = []
+    for group in one.groups_P:
+        for answer in group.trajectories:
+            asked = group.prompt.token_ids, answer.response_ids
+            reward = log_probs(other, *asked) - log_probs(one.workers.models.actor, *asked)
+            want.append(reward * (group.prompt.extra_info["subject"] == "other"))
+    assert 0 < sum(bool(each.any()) for each in want) < len(want)
+    assert batch.advantages[batch.response_mask].double().sub(torch.cat(want)).abs().max() < 2e-5
+
+
+def test_an_example_without_a_teacher_is_refused_before_a_model_loads(folder):
+    keys = f"distillation.teachers={{mathematics: {folder / 'teacher'}}}"
+    with pytest.raises(InputError, match="distillation.teacher_column=data_source.*tests/numbers"):
+        trainer(folder, "without", keys).init_workers()
 
 
 def test_without_coefficient_and_with_the_tasks_reward_it_is_grpo_to_the_bit(folder):
