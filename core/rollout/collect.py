@@ -281,7 +281,7 @@ async def results_of(
             if pending and stop_requested and stop_requested():
                 raise StopRequested
     finally:
-        await cancel(pending)
+        await cancel(tasks)  # also reads what else failed: asyncio prints an error that nobody read
     return [task.result() for task in tasks]
 
 

@@ -1,6 +1,7 @@
 """Selection by ordinal, whatever finishes first; bounded; nothing lost or trained twice."""
 
 import asyncio
+import gc
 import random
 from itertools import count, islice
 
@@ -14,6 +15,7 @@ from core.rollout.collect import (
     Exhausted,
     StopRequested,
     collect_groups,
+    results_of,
 )
 from core.types import Dropped, Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -186,3 +188,20 @@ def test_a_fault_in_a_rollout_and_a_request_to_stop_abort_the_others():
     with pytest.raises(StopRequested):
         run(rollouts, lambda g: True, stop_requested=lambda: len(rollouts.begun) >= 5)
     assert rollouts.in_flight == 0
+
+
+def test_a_lost_engine_fails_every_answer_and_is_reported_once():
+    """What asyncio reports of the others is a traceback behind the run's last line."""
+    reported = []
+
+    async def fail(number: int) -> None:
+        raise ConnectionError(number)
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reported.append(report))
+        with pytest.raises(ConnectionError):
+            await results_of(map(fail, range(3)))
+        gc.collect()
+
+    asyncio.run(ask())
+    assert reported == []
