@@ -49,7 +49,8 @@ def _precision(config: Config, other: str) -> str:
 def logp_diff(config: Config) -> float | None:
     """Return the bound between engine and learner; None where more is expected and corrected."""
     correction = config.algorithm.rollout_correction
-    if config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
+    truncates = config.actor_rollout_ref.rollout.truncates
+    if truncates or config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
         return None
     return EXACT if config.full_precision else ROUNDED
 

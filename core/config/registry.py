@@ -22,6 +22,7 @@ class Entry:
     # An advantage estimator, a function of core.algorithm.advantages.AdvantageInputs
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
+    fails_alone: bool = False  # it has no value for a single answer
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
     # A policy loss, a function of core.algorithm.losses.LossInputs
     aggregation: str | None = None  # the only loss_agg_mode that it is defined with
@@ -43,7 +44,10 @@ ESTIMATORS = {  # algorithm.adv_estimator
     "gae": Entry(f"{ADVANTAGES}:gae", critic=True, reads=("gamma", "lam")),
     "grpo": Entry(f"{ADVANTAGES}:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
     "grpo_passk": Entry(
-        f"{ADVANTAGES}:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)
+        f"{ADVANTAGES}:grpo_passk",
+        groups=True,
+        fails_alone=True,
+        reads=("norm_adv_by_std_in_grpo",),
     ),
     "rloo": Entry(f"{ADVANTAGES}:rloo", groups=True),
     "remax": Entry(f"{ADVANTAGES}:remax", greedy_baseline=True),

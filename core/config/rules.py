@@ -1,7 +1,8 @@
 """Rules between keys: those that protect an objective, or a long run.
 
 A rule is a generator over a configuration: it yields key, rule and fix. Those of ``PROBLEMS``
-refuse a run, those of ``WARNINGS`` do not. A recipe's are in its ``config_rules.py``; the bounds of
+refuse what cannot work or cannot be meant. What published scripts set and what can run is in
+``WARNINGS``, however doubtful it is. A recipe's rules are in its ``config_rules.py``; the bounds of
 a single key belong to the key's type.
 """
 
@@ -62,17 +63,10 @@ def the_critic(config: Config) -> Broken:
 def batches_are_whole(config: Config) -> Broken:
     prompts = config.data.train_batch_size
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if prompts % mini:
-        rule = f"must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}"
-        fix = f"set {ACTOR}.ppo_mini_batch_size={prompts}, say, for one update a batch"
-        yield "data.train_batch_size", rule, fix
-    critic_mini = config.critic.ppo_mini_batch_size
-    if config.has_critic and critic_mini != mini and prompts % critic_mini:
-        rule = f"must be a multiple of critic.ppo_mini_batch_size={critic_mini}"
-        fix = "change one of them; left out, the critic's follows the actor's"
-        yield "data.train_batch_size", rule, fix
     n = config.actor_rollout_ref.rollout.n
-    sizes = {"data.train_batch_size": prompts, f"{ACTOR}.ppo_mini_batch_size": mini}
+    sizes = {"data.train_batch_size": prompts}
+    if mini < prompts:
+        sizes[f"{ACTOR}.ppo_mini_batch_size"] = mini
     for key, size in sizes.items():
         if size * n % config.data_ranks:
             rule = (
@@ -140,15 +134,10 @@ def passes_hold_a_sequence(config: Config) -> Broken:
 # --- the objective ---
 
 
-def answers_are_compared(config: Config) -> Broken:
-    if config.actor_rollout_ref.rollout.n > 1 or not config.algorithm.estimator.groups:
-        return
-    others = sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups)
-    rule = (
-        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares at least 2 answers to "
-        f"a prompt"
-    )
-    yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=5, say, or use {' or '.join(others)}"
+def best_answers_are_compared(config: Config) -> Broken:
+    if config.actor_rollout_ref.rollout.n == 1 and config.algorithm.estimator.fails_alone:
+        rule = f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares two answers"
+        yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=5, say, or use grpo"
 
 
 def bypassing_reads_no_old_log_probs(config: Config) -> Broken:
@@ -179,27 +168,8 @@ def stale_samples_are_weighed(config: Config) -> Broken:
         yield "trainer.max_staleness", rule, fix
 
 
-def training_samples_the_policy(config: Config) -> Broken:
+def training_samples_answers(config: Config) -> Broken:
     rollout = config.actor_rollout_ref.rollout
-    for name, off in (("top_p", 1), ("top_k", -1)):
-        if getattr(rollout, name) == off:
-            continue
-        fix = f"set {off} (val_kwargs.{name} is free)"
-        if not config.corrects:
-            rule = (
-                "samples from another distribution than the one that trains, and no rollout "
-                "correction weighs for it"
-            )
-            weighed = (
-                f"{CORRECTION}.rollout_is=token weighs for it, at the cost of a biased mean weight"
-            )
-            yield f"{ROLLOUT}.{name}", rule, f"{fix}; {weighed}"
-        elif config.algorithm.rollout_correction.bypass_mode:
-            rule = (
-                "and bypass_mode compare log-probs over the tokens that were kept with those over "
-                "all: no ratio is 1"
-            )
-            yield f"{ROLLOUT}.{name}", rule, f"{fix}, or {CORRECTION}.bypass_mode=False"
     rule = "training needs answers that differ"
     greedy = "greedy validation is val_kwargs.do_sample=False"
     if rollout.temperature == 0 and rollout.do_sample:
@@ -324,6 +294,48 @@ def the_kl_is_penalised_twice(config: Config) -> Broken:
         yield f"{ACTOR}.use_kl_loss", rule, "switch one off, unless that is meant"
 
 
+def updates_are_equal(config: Config) -> Broken:
+    prompts = config.data.train_batch_size
+    learners = {ACTOR: config.actor_rollout_ref.actor}
+    actor_mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.has_critic and config.critic.ppo_mini_batch_size != actor_mini:
+        learners["critic"] = config.critic
+    for section, learner in learners.items():
+        mini = learner.ppo_mini_batch_size
+        if prompts % mini == 0:
+            continue
+        rule = f"is not a multiple of {section}.ppo_mini_batch_size={mini}: the last update of a "
+        if mini > prompts:
+            rule = f"is less than {section}.ppo_mini_batch_size={mini}: the only update of a "
+        rule += f"step trains on {prompts % mini} prompts"
+        fix = f"set {section}.ppo_mini_batch_size={prompts} for one update a step"
+        yield "data.train_batch_size", rule, fix
+
+
+def answers_are_compared(config: Config) -> Broken:
+    estimator = config.algorithm.estimator
+    if config.actor_rollout_ref.rollout.n > 1 or not estimator.groups or estimator.fails_alone:
+        return
+    rule = (
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares answers to a prompt: "
+        "a single answer keeps its reward, without a baseline"
+    )
+    yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=5, say, or use gae"
+
+
+def truncated_samples_are_weighed(config: Config) -> Broken:
+    rollout = config.actor_rollout_ref.rollout
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if not rollout.truncates or (config.corrects and not bypass):
+        return
+    rule = (
+        "samples from a truncated distribution, and log-probs are over all tokens: the ratio is "
+        "not 1 before the first update"
+    )
+    fix = f"set {CORRECTION}.rollout_is=token, which weighs for it, or top_p=1 and top_k=-1"
+    yield f"{ROLLOUT}.{'top_p' if rollout.top_p < 1 else 'top_k'}", rule, fix
+
+
 def greedy_answers_are_alike(config: Config) -> Broken:
     val = config.actor_rollout_ref.rollout.val_kwargs
     if val.n > 1 and not val.do_sample:
@@ -353,9 +365,12 @@ def what_engines_change(config: Config) -> Broken:
 
 PROBLEMS = (
     *(schedules_have_an_end, the_critic, batches_are_whole, parts_divide_ranks),
-    *(passes_hold_a_sequence, answers_are_compared),
-    *(bypassing_reads_no_old_log_probs, stale_samples_are_weighed, training_samples_the_policy),
+    *(passes_hold_a_sequence, best_answers_are_compared),
+    *(bypassing_reads_no_old_log_probs, stale_samples_are_weighed, training_samples_answers),
     *(validation_can_answer, a_checkpoint_is_named, vllm_draws_at_the_temperature, places_fit),
     *(who_plays_episodes, scorers_are_there, the_judge_is_reached),
 )
-WARNINGS = (the_kl_is_penalised_twice, greedy_answers_are_alike, what_engines_change)
+WARNINGS = (
+    *(updates_are_equal, answers_are_compared, truncated_samples_are_weighed),
+    *(the_kl_is_penalised_twice, greedy_answers_are_alike, what_engines_change),
+)

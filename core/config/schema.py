@@ -154,6 +154,11 @@ class RolloutConfig(Section):
         ),
     )
 
+    @property
+    def truncates(self) -> bool:
+        """Return whether training samples from a part of the distribution."""
+        return self.do_sample and (self.top_p < 1 or self.top_k > 0)
+
 
 class ActorRolloutRefConfig(Section):
     hybrid_engine: bool = execution(True, "learner and engine share GPUs; False: own", ANSWERS)

@@ -16,17 +16,16 @@ def groups_are_filtered(config: Config) -> Broken:
     prompts = config.data.train_batch_size
     if not filters.enable:
         return
-    if config.actor_rollout_ref.rollout.n == 1 and not config.algorithm.estimator.groups:
+    if config.actor_rollout_ref.rollout.n == 1:
         rule = f"{FILTERS}.enable=True drops groups of equal answers, and one answer equals itself"
         yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=16, say, or {FILTERS}.enable=False"
-    if config.data.gen_batch_size < prompts:
-        rule = f"must be at least data.train_batch_size={prompts} where groups are filtered"
-        fix = "raise it (three times the training batch is usual), or leave it out"
-        yield "data.gen_batch_size", rule, fix
-    if filters.max_num_gen_batches == 0:
-        fix = "set 10, say; at the bound the step trains on the groups there are"
-        rule = "must be at least 1: collecting for a step is bounded"
-        yield f"{FILTERS}.max_num_gen_batches", rule, fix
+    drawn = filters.max_num_gen_batches * config.data.gen_batch_size
+    if 0 < drawn < prompts:
+        rule = (
+            f"times data.gen_batch_size={config.data.gen_batch_size} is less than "
+            f"data.train_batch_size={prompts}: no step could be whole"
+        )
+        yield f"{FILTERS}.max_num_gen_batches", rule, "raise one of them; 10 is usual"
     if filters.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         rule = "holds the KL penalty, which is known only after the groups are collected"
         fix = "use acc, score or seq_reward, or algorithm.use_kl_in_reward=False"
@@ -41,8 +40,16 @@ def long_answers_are_punished(config: Config) -> Broken:
     if not 1 <= buffer.len <= limit:
         rule = f"must be between 1 and data.max_response_length={limit}"
         yield f"{BUFFER}.len", rule, "shorten the buffer, or lengthen the response"
-    if buffer.penalty_factor == 0:
+
+
+def settings_do_something(config: Config) -> Broken:
+    filters = config.algorithm.filter_groups
+    buffer = config.reward_model.overlong_buffer
+    if buffer.enable and buffer.penalty_factor == 0:
         yield f"{BUFFER}.penalty_factor", "penalises nothing", f"set 1.0, or {BUFFER}.enable=False"
+    if filters.enable and filters.max_num_gen_batches == 0:
+        rule = "is no limit in verl; here a step draws at most ten times the prompts that it needs"
+        yield f"{FILTERS}.max_num_gen_batches", rule, "set 10, say"
 
 
 def the_filter_reads_lengths(config: Config) -> Broken:
@@ -70,4 +77,8 @@ def the_published_files_repeat_their_rows(config: Config) -> Broken:
 
 
 PROBLEMS = (groups_are_filtered, long_answers_are_punished)
-WARNINGS = (the_filter_reads_lengths, the_published_files_repeat_their_rows)
+WARNINGS = (
+    the_filter_reads_lengths,
+    the_published_files_repeat_their_rows,
+    settings_do_something,
+)

@@ -19,7 +19,9 @@ class FilterGroupsConfig(Section):
         "acc", "part of the score that has to differ; null: acc", beside("enable")
     )
     max_num_gen_batches: Size = key(
-        10, "most prompts drawn for one step, in units of gen_batch_size", beside("enable")
+        10,
+        "most prompts drawn for one step, in units of gen_batch_size; 0: ten times those it needs",
+        beside("enable"),
     )
     on_exhausted: Literal["train", "raise"] = key(
         "train", "at that limit: train on the groups there are, or end the run", beside("enable")

@@ -67,7 +67,7 @@ class RayDAPOTrainer(RayPPOTrainer):
             return limits
         return dataclasses.replace(
             limits,
-            drawn=filters.max_num_gen_batches * limits.in_flight,
+            drawn=filters.max_num_gen_batches * limits.in_flight or limits.drawn,
             raise_on_exhausted=filters.on_exhausted == "raise",
             keys="algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size",
         )

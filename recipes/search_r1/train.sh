@@ -28,9 +28,9 @@ offload=(
 )
 prompts=""
 case "$3" in
-ppo) algorithm=("${offload[@]}") ;;
+ppo) algorithm=("${offload[@]}" actor_rollout_ref.rollout.top_p=1.0) ;;
 r1)
-    algorithm=("${offload[@]}" do_search=False)
+    algorithm=("${offload[@]}" actor_rollout_ref.rollout.top_p=1.0 do_search=False)
     prompts=_r1
     ;;
 grpo) algorithm=( # the published code makes ten updates of 2,560 trajectories; 64 prompts an update make eight

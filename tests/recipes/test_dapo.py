@@ -124,15 +124,27 @@ def test_bad_input_is_refused(subtests):
             ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
             "KL penalty",
         ),
-        (["algorithm.filter_groups.max_num_gen_batches=0"], "collecting for a step is bounded"),
-        (["data.gen_batch_size=512"], "data.gen_batch_size=512: must be at least"),
         (
-            ["reward_model.overlong_buffer.penalty_factor=0"],
-            "reward_model.overlong_buffer.penalty_factor=0.0: ",
+            ["data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=2"],
+            "algorithm.filter_groups.max_num_gen_batches=2: ",
         ),
     ]:
         with subtests.test(overrides=overrides, says=says), pytest.raises(InputError, match=says):
             compose("dapo", overrides)
+
+
+def test_what_published_scripts_set_is_no_problem(subtests):
+    for overrides in (
+        ["algorithm.filter_groups.max_num_gen_batches=0"],
+        ["reward_model.overlong_buffer.penalty_factor=0"],
+    ):
+        with subtests.test(overrides=overrides):
+            composed = examine("dapo", overrides)
+            assert composed.problems == ()
+            assert any(line.startswith(overrides[0]) for line in composed.warnings)
+    unlimited = trainer("algorithm.filter_groups.max_num_gen_batches=0")
+    assert unlimited.collect_limits().drawn == 10 * unlimited.config.data.gen_batch_size
+    assert examine("dapo", ["data.gen_batch_size=512"]).problems == ()
 
 
 # -- overlong filtering --

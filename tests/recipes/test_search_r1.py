@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from recipes.search_r1.search_loop import (
 )
 from recipes.search_r1.search_r1_ray_trainer import training_on_retrieved
 from results.reporting import accuracies
+from results.reporting.run_scripts import read_script
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
@@ -474,3 +476,17 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
     assert accuracies.main([str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
     assert "| greedy | mean@1 |" in capsys.readouterr().out
+
+
+def test_the_scripts_sample_as_the_published_ones(subtests):
+    """Those for GRPO leave the published default of top-p as it is, those for PPO set 1."""
+    rows = sorted((Path(__file__).parents[2] / "recipes" / "search_r1").glob("run_qwen*.sh"))
+    assert len(rows) == 8
+    for path in rows:
+        with subtests.test(path=path.name):
+            rollout = read_script(path).config.actor_rollout_ref.rollout
+            assert rollout.top_p == (0.95 if "grpo" in path.name else 1.0)
+    (warning,) = [
+        line for line in examine("search_r1", ["preset=script"]).warnings if "top_p" in line
+    ]
+    assert warning.startswith("actor_rollout_ref.rollout.top_p=0.95: ")

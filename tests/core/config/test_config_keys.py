@@ -146,19 +146,17 @@ def test_all_problems_come_together():
         "algorithm.gruop_size=3",
         "a b",
         "preset=zzz",
-        f"{ROLLOUT}.n=1",
+        f"{ROLLOUT}.temperature=0",
     ]
     with pytest.raises(InputError) as error:
-        compose("grpo", [*typed, "data.train_batch_size=100", "trainer.rollout_data_dir=${nope}"])
+        compose("grpo", [*typed, "critic.enable=True", "trainer.rollout_data_dir=${nope}"])
     found = error.value.problems
     assert len(found) == 8 and str(error.value) == "\n".join(found)
     begins = [
-        text.partition("=")[0]
-        for text in [*typed, "data.train_batch_size", "trainer.rollout_data_dir"]
+        text.partition("=")[0] for text in [*typed, "critic.enable", "trainer.rollout_data_dir"]
     ]
     assert all(any(line.startswith(key) for line in found) for key in begins)
-    # The default of 1024 that takes a refused value's place is no multiple of 48; nobody wrote
-    # 1024.
-    (line,) = lines("data.train_batch_size=x", f"{ACTOR}.ppo_mini_batch_size=48")
+    # The defaults that take a refused value's place break a rule; nobody wrote them
+    (line,) = lines("data.train_batch_size=x", "trainer.backend=ray", "trainer.n_gpus_per_node=7")
     assert line.startswith("data.train_batch_size=x")
     assert len(lines("data.nope=1", "data.nope=1")) == 1  # said once
