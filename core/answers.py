@@ -114,7 +114,8 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path}: no {beside.name} beside it that tells of {kind} in format {FORMAT} "
-            f"({error}); restore it from a copy"
+            f"({error}); restore it from a copy, or make scores of answers by "
+            "python -m core.evaluate score"
         ) from error
     return manifest
 

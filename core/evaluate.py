@@ -4,8 +4,8 @@
     python -m core.evaluate generate RECIPE --run RUN --out ANSWERS.jsonl key=value ...
     python -m core.evaluate score ANSWERS.jsonl key=value ...
 
-Keys are those of training. A stopped generate is repeated to make the missing answers; python -m
-results.report shows the scores."""
+Keys are those of training. A stopped generate is repeated to make the missing answers; score prints
+the numbers, and python -m results.report SCORES [OTHERS ...] compares files of scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,7 +44,13 @@ from core.secret_keys import remember
 from core.tracking import run_manifest
 from core.tracking.json_lines import json_line
 from core.tracking.loggers import progress
-from core.tracking.validation import ValRecord, failed_share
+from core.tracking.validation import (
+    ValRecord,
+    are_shares,
+    failed_share,
+    merge_by_question,
+    variable_estimates,
+)
 from core.types import Prompt, ScoredGroup
 
 if TYPE_CHECKING:
@@ -384,6 +390,31 @@ def score_command(args: argparse.Namespace) -> None:
     share = failed_share(records)
     failures = f"; the scorer failed on {share:.1%} of the answers" if share else ""
     print(f"{path}: scores of {len(records)} questions{failures}")
+    for line in score_lines(records):
+        print(printable(line))
+    print(f"next: python -m results.report {path} [OTHER.scores-NAME.jsonl ...]")
+
+
+def score_lines(records: Sequence[ValRecord]) -> Iterator[str]:
+    """Yield the numbers of each data source with their 95 % intervals over questions."""
+    for source, rows in merge_by_question(records).items():
+        samples = min(len(row.values["acc"]) for row in rows)
+        is_share = are_shares(value for row in rows for value in row.values["acc"])
+        shown = {"acc": is_share}
+        if any(row.values["reward"] != row.values["acc"] for row in rows):
+            shown["reward"] = False
+        for variable, in_percent in shown.items():
+            for name, estimate in variable_estimates(variable, rows, samples).items():
+                ends = [estimate.value, estimate.low, estimate.high]
+                value, *bounds = [
+                    f"{100 * end:.1f}" if in_percent else f"{end:.4g}"
+                    for end in ends
+                    if end is not None
+                ]
+                interval = f" [{', '.join(bounds)}]" if bounds else ""
+                unit = " %" if in_percent else ""
+                questions = f"{estimate.n} question{'s' * (estimate.n > 1)}"
+                yield f"  {source}, {variable} {name}: {value}{interval}{unit} ({questions})"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

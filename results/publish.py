@@ -81,8 +81,8 @@ def _write_csv(path: Path, run: RecordedRun) -> None:
 
 
 def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
-    """Return every evaluation's accuracies by question, compressed; the first and the last where
-    all are too large.
+    """Return every evaluation's accuracies by question (and rewards, where they are others),
+    compressed; the first and the last where all are too large.
 
     A question's lines stand together, which compresses best.
     """
@@ -97,6 +97,8 @@ def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
                     "data_source": r.data_source,
                     "acc": list(r.values["acc"]),
                 }
+                if r.values.get("reward", r.values["acc"]) != r.values["acc"]:
+                    line["reward"] = list(r.values["reward"])
                 by_question.setdefault((r.data_source, r.uid), []).append(line)
         packed = _packed(line for lines in by_question.values() for line in lines)
         if len(packed) <= VALIDATION_BYTES:

@@ -1,15 +1,16 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
-    python -m results.report RUN [RUN ...] [--baseline NAME] [--out DIR]     report.md and
-    report.html
+    python -m results.report A [B C ...] [--baseline NAME] [--out DIR]     report.md and
+    report.html; the last line is the verdict
     python -m results.report --index [--check]             results/README.md and the tables in
     README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy
-here) or a published copy (``results/<recipe>/<run>``, made by ``python -m results.publish``). Runs
-that differ in their seeds only are one experiment: mean, spread and interval over seeds.
-Experiments are compared with the baseline, by question where both have records. Scores of answers
-are shown by ``python -m results.reporting.accuracies``.
+A is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy
+here), a published copy (``results/<recipe>/<run>``, made by ``python -m results.publish``) or a
+folder of such folders, as of seeds. Runs that differ in their seeds only are one experiment: mean,
+spread and interval over seeds. Experiments are compared with the baseline, by question where both
+have records. A may also be a file of scored answers (``*.scores-*.jsonl``), which is compared with
+the other files, or a paper's table (``results/tables/*.md``), whose statements are printed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from results.reporting.comparison_report import verdicts, with_baseline
 from results.reporting.run_reader import RecordedRun, load_run, run_copy, told_apart
 from results.reporting.run_report import headline, write_report
 from results.reporting.summaries import group_name, group_runs
+from results.tables import page
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "runs",
         nargs="*",
-        metavar="RUN",
-        help="Run folders: outputs/<recipe>/<run> or results/<recipe>/<run>.",
+        metavar="A",
+        help="Run folders, folders of seeds, files of scored answers, tables of papers.",
     )
     add(
         "--baseline",
@@ -100,22 +102,58 @@ def update(results: Path, check: bool = False) -> int:
 
 
 def _report(args: argparse.Namespace, bad: list[str]) -> str:
-    """Write the report of the runs that can be shown, and return what is printed of it.
+    """Write the report of what can be shown, and return what is printed of it.
 
     What is wrong with the others is added to ``bad``. Raises InputError.
     """
     runs: list[RecordedRun] = []
+    scores: list[Path] = []
+    lines: list[str] = []
     for name in args.runs:
-        try:
-            runs.append(load_run(run_copy(name)))
-        except InputError as error:
-            bad.append(str(error))
-    if not runs:
-        return ""
-    runs = told_apart(runs)
+        if name.endswith(".jsonl"):
+            scores.append(Path(name))
+            continue
+        if Path(name).suffix in (".md", ".json", ".yaml"):
+            lines += _table_lines(Path(name))
+            continue
+        for folder in _run_folders(run_copy(name)):
+            try:
+                runs.append(load_run(folder))
+            except InputError as error:
+                bad.append(str(error))
+    if runs:
+        lines += _run_lines(told_apart(runs), args)
+    if scores:
+        from results.reporting import accuracies
+
+        lines.append(accuracies.report(scores))
+    return printable("\n".join([*lines, ""])) if lines else ""
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    """Return the run folders in a folder that is none itself, else the folder."""
+    if (folder / "manifest.json").exists() or not folder.is_dir():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/manifest.json")) or [folder]
+
+
+def _table_lines(path: Path) -> list[str]:
+    """Return a table's statements with their verdicts. Raises InputError if it has none."""
+    for table, numbers in page.made():
+        if path.stem == table.id or path.parts[-3:] == (
+            table.recipe,
+            "tables",
+            f"{table.name}.yaml",
+        ):
+            return list(page.verdicts(table, numbers))
+    raise InputError(f"{path}: is no table of a paper that has run; results/README.md lists them")
+
+
+def _run_lines(runs: Sequence[RecordedRun], args: argparse.Namespace) -> list[str]:
+    """Write the report of the runs; return its first lines, its path and the verdicts."""
     path = write_report(runs, args.out or _default_folder(runs), args.baseline)
     last = verdicts(with_baseline(group_runs(runs), args.baseline))
-    return printable("\n".join([headline(runs), f"report: {path}", *last, ""]))
+    return [headline(runs), f"report: {path}", *last]
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:

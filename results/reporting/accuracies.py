@@ -3,9 +3,10 @@ interval.
 
     python -m results.reporting.accuracies ANSWERS.scores-NAME.jsonl ... [--k 1 8]
 
-It prints a table, and of several files the difference of each from the first by question; the
-numbers are written as JSON beside each file. The estimates are :mod:`core.tracking.validation`'s:
-an evaluation and a validation of a run give equal numbers.
+It prints a table, and of several files the difference of each from the first by question with a
+verdict, as python -m results.report does; the numbers are written as JSON beside each file. The
+estimates are :mod:`core.tracking.validation`'s: an evaluation and a validation of a run give equal
+numbers.
 
 Scores are made by the strict reading of a scorer, as a rule that of published numbers: one form of
 answer, compared as text. Several scorers have a lenient one, ``method=robust``, which reads other
@@ -20,7 +21,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ from core.tracking.validation import (
     validation_metrics,
     variable_estimates,
 )
-from results.reporting.comparison import accuracy_by_question, paired_comparison
-from results.reporting.numbers import change, shown
+from results.reporting.comparison import accuracy_by_question, holm, question_p
+from results.reporting.comparison_report import Compared, Side, summed_up
+from results.reporting.numbers import shown
 from results.reporting.pages import Table, markdown_table
 
 MACRO = "macro average"
@@ -73,6 +75,28 @@ class Summary:
 
     def of(self, source: str) -> list[ValRecord]:
         return [record for record in self.records if record.data_source == source]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def scored(self) -> frozenset[str]:
+        """The sources whose scorer gives more than right and wrong."""
+        return frozenset(
+            source
+            for source in self.sources
+            if not are_shares(value for each in self.of(source) for value in each.values["acc"])
+        )
+
+    @property
+    def dense(self) -> frozenset[str]:
+        """The sources whose rewards are not their accuracies."""
+        return frozenset(
+            each.data_source
+            for each in self.records
+            if each.values.get("reward", each.values["acc"]) != each.values["acc"]
+        )
 
     @property
     def questions(self) -> frozenset[tuple[str, str]]:
@@ -165,18 +189,23 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
     for one in summaries:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
         write_atomic(report_path(one.path), text + "\n")
-    return "\n".join(
-        [table(summaries), *(line for other in summaries[1:] for line in _against(first, other))]
-    )
+    pairs = _compared(summaries)
+    lines = [table(summaries), *(each.sentence for each in pairs)]
+    return "\n".join([*lines, summed_up(first.name, pairs)] if len(pairs) > 1 else lines)
 
 
-def _against(first: Summary, other: Summary) -> Iterator[str]:
-    """Yield what the second file has more than the first, question by question, a line a data
-    source."""
-    ours, theirs = accuracy_by_question(first.records), accuracy_by_question(other.records)
-    for source in ours:
-        difference = change(paired_comparison(ours[source], theirs[source]))
-        yield f"{other.path.name} against {first.path.name}, {source}, by question: {difference}"
+def _compared(summaries: Sequence[Summary]) -> list[Compared]:
+    """Compare every file with the first by question, on each data source; p is Holm's over all."""
+    pairs = []
+    for variable in ("acc", "reward"):
+        by_file = [accuracy_by_question(each.records, variable) for each in summaries]
+        for other, by_source in zip(summaries[1:], by_file[1:], strict=True):
+            for source in by_source:
+                if variable == "acc" or source in summaries[0].dense | other.dense:
+                    a = Side([summaries[0]], [], by_file[0][source])
+                    pairs.append((source, variable, a, Side([other], [], by_source[source])))
+    p = holm({i: question_p(a.questions, b.questions) for i, (*_, a, b) in enumerate(pairs)})
+    return [Compared(*pair, p[i], None) for i, pair in enumerate(pairs)]
 
 
 def report_path(scores: Path) -> Path:

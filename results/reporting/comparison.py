@@ -24,9 +24,13 @@ from core.tracking.validation import (
 
 @dataclass(frozen=True)
 class SeedEstimate(Estimate):
-    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed)."""
+    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed).
+
+    ``over_questions``: the interval is that over questions, which is the wider one.
+    """
 
     sd: float | None
+    over_questions: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,13 @@ class Paired:
     only_b: int
 
 
-def seed_interval(values: Sequence[float]) -> SeedEstimate:
+def seed_interval(values: Sequence[float], by_question: Sequence[Estimate] = ()) -> SeedEstimate:
     """Return mean, sample standard deviation and Student's 95 % interval of one number over the
     seeds of a run.
 
-    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
+    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends. Two or
+    three seeds may agree by chance. ``by_question`` are the seeds' own intervals over questions:
+    where the mean of these is wider it is taken.
     """
     mean = t_interval(values)
     if len(values) < 2:
@@ -53,7 +59,13 @@ def seed_interval(values: Sequence[float]) -> SeedEstimate:
     low, high = mean.low, mean.high
     if all(0.0 <= value <= 1.0 for value in values):
         low, high = max(low, 0.0), min(high, 1.0)
-    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
+    sd = statistics.stdev(values)
+    if by_question and all(each.low is not None for each in by_question):
+        question_low = statistics.fmean(each.low for each in by_question)
+        question_high = statistics.fmean(each.high for each in by_question)
+        if question_high - question_low > high - low:
+            return SeedEstimate(mean.value, question_low, question_high, mean.n, sd, True)
+    return SeedEstimate(mean.value, low, high, mean.n, sd)
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
@@ -87,12 +99,14 @@ def welch_p(a: Sequence[float], b: Sequence[float]) -> float | None:
     return 1.0 - t_probability(abs(statistics.fmean(b) - statistics.fmean(a)) / error, df)
 
 
-def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
+def accuracy_by_question(
+    records: Iterable[ValRecord], variable: str = "acc"
+) -> dict[str, dict[str, float]]:
     """Return ``data_source -> uid -> mean accuracy`` over the question's samples, for a paired
-    comparison."""
+    comparison. Questions without the variable are left out."""
     merged = merge_by_question(records)
     return {
-        source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows}
+        source: {r.uid: statistics.fmean(r.values[variable]) for r in rows if variable in r.values}
         for source, rows in merged.items()
     }
 

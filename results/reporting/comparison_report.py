@@ -11,6 +11,7 @@ import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from core.errors import InputError
 from core.tracking.validation import Estimate
@@ -34,7 +35,7 @@ SHOWN_FLIPS = 40  # questions that a table lists
 SHOWN_CHARACTERS = 1_500  # of an answer
 
 
-def name_of(group: Group) -> str:
+def name_of(group: Sequence[Any]) -> str:
     return group_name([run.name for run in group])
 
 
@@ -74,38 +75,62 @@ class Side:
     """One experiment on one data source: the accuracy of each seed, and of each question over the
     seeds."""
 
-    group: Group
+    group: Sequence[Any]  # runs, or a file of scores: what has a name and scored sources
     seeds: Sequence[float]
     questions: Mapping[str, float]
 
 
-def sides(groups: Sequence[Group]) -> dict[str, list[Side]]:
+def sides(groups: Sequence[Group], variable: str = "acc") -> dict[str, list[Side]]:
     """Return ``data_source -> sides`` in the order of the experiments, at the last validation of
-    each run."""
+    each run. Where ``variable`` is reward, the sources are those whose rewards say more than
+    accuracies."""
+    dense = {source for group in groups for run in group for source in run.dense}
     found: dict[str, list[Side]] = {}
     for group in groups:
-        pooled: dict[str, dict[str, list[float]]] = {}
-        for run in group:
-            for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
-                for uid, accuracy in by_uid.items():
-                    pooled.setdefault(source, {}).setdefault(uid, []).append(accuracy)
-        for each in experiments([comparable(run) for run in group]):
-            if each.metric.startswith("mean@"):
-                questions = {
-                    uid: statistics.fmean(of) for uid, of in pooled.get(each.source, {}).items()
-                }
-                found.setdefault(each.source, []).append(
-                    Side(group, each.values("after"), questions)
-                )
+        questions = _by_question(group, variable)
+        for source, seeds in _by_seed(group, variable).items():
+            if variable == "acc" or source in dense:
+                side = Side(group, seeds, questions.get(source, {}))
+                found.setdefault(source, []).append(side)
     return dict(sorted(found.items()))
+
+
+def _by_seed(group: Group, variable: str) -> dict[str, list[float]]:
+    """Return the means of each data source at the last validation, one for each seed."""
+    if variable == "acc":
+        return {
+            each.source: each.values("after")
+            for each in experiments([comparable(run) for run in group])
+            if each.metric.startswith("mean@")
+        }
+    found: dict[str, list[float]] = {}
+    for run in group:
+        for source, points in run.points(variable).items():
+            found.setdefault(source, []).append(points[-1].estimate.value)
+    return {source: seeds for source, seeds in found.items() if len(seeds) == len(group)}
+
+
+def _by_question(group: Group, variable: str) -> dict[str, dict[str, float]]:
+    """Return ``data_source -> uid -> mean over the seeds`` at the last validation of each run."""
+    pooled: dict[str, dict[str, list[float]]] = {}
+    for run in group:
+        last = run.accuracy_at(max(run.validation, default=-1), variable)
+        for source, by_uid in last.items():
+            for uid, value in by_uid.items():
+                pooled.setdefault(source, {}).setdefault(uid, []).append(value)
+    return {
+        source: {uid: statistics.fmean(values) for uid, values in by_uid.items()}
+        for source, by_uid in pooled.items()
+    }
 
 
 @dataclass(frozen=True)
 class Compared:
     """Two experiments on one data source, with p by question and over seeds (None where there is
-    none)."""
+    none). ``variable`` is acc, or reward where a scorer's rewards say more."""
 
     source: str
+    variable: str
     a: Side
     b: Side
     by_question: float | None
@@ -113,57 +138,80 @@ class Compared:
 
     @property
     def is_score(self) -> bool:
-        return any(self.source in run.scored for side in (self.a, self.b) for run in side.group)
+        scored = any(self.source in run.scored for side in (self.a, self.b) for run in side.group)
+        return scored or self.variable == "reward"
+
+    @property
+    def what(self) -> str:
+        return self.source if self.variable == "acc" else f"{self.source} (reward)"
+
+    @property
+    def paired(self) -> Estimate | None:
+        if not _shared(self.a, self.b):
+            return None
+        return paired_comparison(self.a.questions, self.b.questions).difference
+
+    @property
+    def rests_on_questions(self) -> bool:
+        """Whether the interval is that over questions: there are no several seeds, or few seeds
+        agree so well that theirs is the narrower one."""
+        if self.over_seeds is None or self.paired is None:
+            return self.paired is not None
+        seeds = welch_interval(self.a.seeds, self.b.seeds)
+        return self.paired.high - self.paired.low > seeds.high - seeds.low
 
     @property
     def difference(self) -> Estimate:
-        """``b`` minus ``a``: over seeds where both have several, else by question, else of the two
-        means."""
-        if self.over_seeds is None and _shared(self.a, self.b):
-            return paired_comparison(self.a.questions, self.b.questions).difference
+        """``b`` minus ``a``: the wider of the intervals over seeds and over questions, else that
+        which there is, else of the two means."""
+        if self.rests_on_questions:
+            return self.paired
         return welch_interval(self.a.seeds, self.b.seeds)
 
     @property
+    def p(self) -> float | None:
+        """The p of the verdict: over several seeds the larger one, so that it is none by chance."""
+        known = [p for p in (self.over_seeds, self.by_question) if p is not None]
+        if self.over_seeds is None:
+            return self.by_question
+        return max(known) if self.rests_on_questions else self.over_seeds
+
+    @property
+    def outcome(self) -> str:
+        """Return in a word which is better: better, worse, or '' if no difference was shown."""
+        if self.p is None or self.p >= LEVEL:
+            return ""
+        return "better" if self.difference.value > 0 else "worse"
+
+    @property
     def verdict(self) -> str:
-        p = self.over_seeds if self.over_seeds is not None else self.by_question
-        if p is None:
+        if self.p is None:
             return "none possible"
-        if p >= LEVEL:
-            return "no difference was shown" + ("" if self.over_seeds is None else " over seeds")
-        word = "better" if self.difference.value > 0 else "worse"
-        if self.over_seeds is not None:
-            return f"{word} over seeds"
-        return f"{word} on these questions; another seed may not be"
+        over = "" if self.over_seeds is None else " over seeds"
+        if not self.outcome:
+            return f"no difference was shown{over}"
+        return f"{self.outcome}{over or ' on these questions; another seed may not be'}"
 
     @property
     def sentence(self) -> str:
-        p, unit = (
-            self.over_seeds if self.over_seeds is not None else self.by_question,
-            "" if self.is_score else " points",
-        )
+        p = self.p
         if p is None:
             names = f"{name_of(self.b.group)} and {name_of(self.a.group)}"
-            return f"{names} are not compared on {self.source}: they share no question"
-        said = (
-            self.verdict
-            if self.verdict.startswith("n")
-            else (f"{name_of(self.b.group)} is {self.verdict}")
-        )
+            return f"{names} are not compared on {self.what}: they share no question"
+        unit = "" if self.is_score else " points"
+        verdict = f"{name_of(self.b.group)} is {self.verdict}" if self.outcome else self.verdict
         low, high = self.difference.low, self.difference.high
         if self.over_seeds is None and p >= LEVEL and low is not None and low * high > 0:
             # And the interval is an approximation
-            said += ": too few questions differ for the exact test"
-        seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
-        over = (
-            seeds
-            if self.over_seeds is not None
-            else (f"{len(_shared(self.a, self.b))} shared questions")
-        )
-        p = f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
+            verdict += ": too few questions differ for the exact test"
+        over = f"{len(_shared(self.a, self.b))} shared questions"
+        if self.over_seeds is not None:
+            seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
+            over = f"{seeds}, interval over {over}" if self.rests_on_questions else seeds
+        p_text = f"p {_p(p)}" if p < 0.001 else f"p = {_p(p)}"
         return (
-            f"{_name(self.a, self.b)} on {self.source}: "
-            f"{shown(self.difference, self.is_score, '+')}{unit} "
-            f"({over}{p}): {said}"
+            f"{_name(self.a, self.b)} on {self.what}: "
+            f"{shown(self.difference, self.is_score, '+')}{unit} ({over}, {p_text}): {verdict}"
         )
 
 
@@ -171,20 +219,21 @@ def compared(groups: Sequence[Group]) -> list[Compared]:
     """Compare every experiment that may be with the first one, on each data source; p is Holm's
     over all of them."""
     pairs = [
-        (source, same[0], other)
+        (source, variable, same[0], other)
         for group in groups[1:]
         if not why_not_compared(groups[0], group)
-        for source, same in sides([groups[0], group]).items()
+        for variable in ("acc", "reward")
+        for source, same in sides([groups[0], group], variable).items()
         if same[0].group is groups[0]
         for other in same[1:]
     ]
     by_question = {
         i: question_p(a.questions, b.questions)
-        for i, (_, a, b) in enumerate(pairs)
+        for i, (*_, a, b) in enumerate(pairs)
         if _shared(a, b)
     }
     over_seeds = {
-        i: p for i, (_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None
+        i: p for i, (*_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None
     }
     by_question, over_seeds = holm(by_question), holm(over_seeds)
     return [Compared(*pair, by_question.get(i), over_seeds.get(i)) for i, pair in enumerate(pairs)]
@@ -228,16 +277,46 @@ def _scorer(group: Group) -> str:
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
-    """Return a line a comparison with the first experiment: the difference, its interval and what
-    it says."""
-    pairs, lines = compared(groups), []
+    """Return a line a comparison with the first experiment, and of several a last one that sums
+    them up. Experiments on other data sources share one line."""
+    first = name_of(groups[0])
+    pairs = compared(groups)
+    sources = set(sides(groups[:1]))
+    others: list[str] = []  # on other data sources
+    refused: dict[str, str] = {}  # the others that are not compared, with the reason
     for group in groups[1:]:
-        why = why_not_compared(groups[0], group)
-        if not why and not any(each.b.group is group for each in pairs):
-            why = "no data source was evaluated by both"
-        if why:
-            lines.append(f"{name_of(group)} and {name_of(groups[0])} are not compared: {why}")
-    return [*lines, *(each.sentence for each in pairs)]
+        if any(each.b.group is group for each in pairs):
+            continue
+        if not sources & set(sides([group])):
+            others.append(name_of(group))
+        else:
+            refused[name_of(group)] = why_not_compared(groups[0], group)
+    lines = [f"{name} and {first} are not compared: {why}" for name, why in refused.items()]
+    if others:
+        lines.append(
+            f"{', '.join(others)}: listed beside {first}, not compared with it: "
+            "no data source was evaluated by both"
+        )
+    lines += [each.sentence for each in pairs]
+    if len(groups) > 2 and pairs:  # else the only sentence is the last line
+        lines.append(summed_up(first, pairs, [*refused, *others]))
+    return lines
+
+
+def summed_up(first: str, pairs: Sequence[Compared], rest: Sequence[str] = ()) -> str:
+    """Return the verdicts against the first experiment in one sentence."""
+    parts = []
+    for outcome in ("better", "worse", ""):
+        names = [
+            name_of(each.b.group) + ("" if each.what == pairs[0].what else f" on {each.what}")
+            for each in pairs
+            if each.outcome == outcome
+        ]
+        if names:
+            parts.append(f"{outcome or 'no difference was shown'}: {', '.join(names)}")
+    if rest:
+        parts.append(f"not compared: {', '.join(dict.fromkeys(rest))}")
+    return f"against {first} on {pairs[0].what}: {'; '.join(parts)}"
 
 
 def comparison(groups: Sequence[Group]) -> Iterator[Block]:
@@ -257,23 +336,20 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
         several = min(len(a.seeds), len(b.seeds)) > 1
         welch = shown(welch_interval(a.seeds, b.seeds), is_score, "+") if several else ""
         p = [_p(each.by_question), _p(each.over_seeds)]
-        rows.append(
-            [_name(a, b), each.source, _count(a, b), paired, p[0], welch, p[1], each.verdict]
-        )
+        rows.append([_name(a, b), each.what, _count(a, b), paired, p[0], welch, p[1], each.verdict])
     header = ["difference", "evaluated on", "shared questions", "by question, paired", "p"]
     yield Table([*header, "over seeds, Welch", "p", "verdict"], rows)
     yield Text(
         "Accuracy in points, other scores as they are, with 95 % intervals. The paired interval "
-        "is over questions for "
-        "these very policies; what "
-        "another seed would give is the interval over seeds, which needs at least two seeds on "
-        "both sides. A verdict "
+        "is over questions for these very policies; what another seed would give is the interval "
+        "over seeds, which needs at least two seeds on both sides. A verdict "
         f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are "
-        f"several. By question p is "
+        "several; where the interval over questions is wider, both p have to be. By question p is "
         "McNemar's exact test, or a randomization test where few questions differ."
     )
     for each in pairs:
-        yield from _flipped(each.source, each.a, each.b)
+        if each.variable == "acc":
+            yield from _flipped(each.source, each.a, each.b)
 
 
 def _shared(a: Side, b: Side) -> list[str]:

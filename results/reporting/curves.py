@@ -62,12 +62,45 @@ PANELS = (
 )
 
 
+# Beginnings of metrics that every recipe has, or that say nothing of what is learnt
+COMMON = (
+    "timing_s/",
+    "perf/",
+    "val-",
+    "training/",
+    "health/",
+    "collect/",
+    "rollout_corr/",
+    "critic/",
+    "actor/",
+    "response_length/",
+    "prompt_length/",
+    "num_turns/",
+    "retrieval/",
+)
+COMMON_REWARDS = ("acc/mean", "score/mean", "masked_share", "zero_variance_share")
+OWN_METRICS = 8  # panels of them at most
+
 # --- panels ---
+
+
+def own_metrics(groups: Sequence[Group]) -> list[str]:
+    """Return the metrics of a scorer, a hook or a recipe of one's own, which change in some run."""
+    found = set()
+    for run in (run for group in groups for run in group):
+        for name in {name for row in run.metrics for name in row} - {"step"}:
+            ending = name.removeprefix("reward/")
+            is_common = name.startswith(COMMON) or ending in COMMON_REWARDS
+            if not (is_common or ending.endswith("_rate")) and len(set(run.series(name)[1])) > 1:
+                found.add(name)
+    return sorted(found)[:OWN_METRICS]
 
 
 def panels(groups: Sequence[Group]) -> list[Curves]:
     """Return the panels that have data, the accuracy first."""
-    found = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
+    found = [_accuracy_panel(groups), _reward_panel(groups)]
+    found += [_metric_panel(groups, *panel) for panel in PANELS]
+    found += [_metric_panel(groups, name, {name: ""}, "") for name in own_metrics(groups)]
     found += [_phase_panel(groups, group) for group in groups]
     return [panel for panel in found if panel]
 
@@ -154,18 +187,31 @@ def _metric_panel(
     return Curves(title, lines, note=note) if lines else None
 
 
-def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
+def _validated_lines(groups: Sequence[Group], sources: Sequence[str], variable: str) -> list[Line]:
     lines: list[Line] = []
-    sources = list(
-        dict.fromkeys(source for group in groups for run in group for source in run.points())
-    )
     for at, group in enumerate(groups):
         for variant, source in enumerate(sources):
             label = _label(groups, group, source if len(sources) > 1 else "")
             same = [
-                _accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group
+                _accuracy_line(run, source, label, at, variant, len(group) == 1, variable)
+                for run in group
             ]
             lines += _with_mean(same)
+    return lines
+
+
+def _reward_panel(groups: Sequence[Group]) -> Curves | None:
+    """Return the rewards of validation answers, where they say more than accuracies."""
+    dense = {source for group in groups for run in group for source in run.dense}
+    lines = _validated_lines(groups, sorted(dense), "reward")
+    return Curves("Validation reward", lines, note="held-out, the scorer's") if lines else None
+
+
+def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
+    sources = list(
+        dict.fromkeys(source for group in groups for run in group for source in run.points())
+    )
+    lines = _validated_lines(groups, sources, "acc")
     note = (
         "held-out, 95 % interval"
         if all(len(g) == 1 for g in groups)
@@ -189,9 +235,15 @@ def _percent(line: Line) -> Line:
 
 
 def _accuracy_line(
-    run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool
+    run: RecordedRun,
+    source: str,
+    label: str,
+    group: int,
+    variant: int,
+    interval: bool,
+    variable: str = "acc",
 ) -> Line:
-    points = [p for p in run.points().get(source, []) if p.name.startswith("mean@")]
+    points = [p for p in run.points(variable).get(source, []) if p.name.startswith("mean@")]
     estimates = [p.estimate for p in points]
     bounded = interval and all(e.low is not None for e in estimates)
     low, high = (

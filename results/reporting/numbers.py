@@ -20,7 +20,9 @@ def with_interval(estimate: Estimate, number: Callable[[float, str], str], sign:
         text += f" ± {number(estimate.sd, '')}"
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} [{number(estimate.low, sign)}, {number(estimate.high, sign)}]"
+    text += f" [{number(estimate.low, sign)}, {number(estimate.high, sign)}]"
+    over_questions = isinstance(estimate, SeedEstimate) and estimate.over_questions
+    return f"{text} over questions" if over_questions else text
 
 
 def percent(estimate: Estimate, sign: str = "") -> str:

@@ -44,7 +44,8 @@ that the paper reports, *fails* if it is on the other side, and is *not seen* if
 page of each table has its runs, controls and command."""
 HOW_TO_READ = """Percent at the last validation of a run, never at the best one. Square brackets \
 hold 95 % intervals: over seeds (Student, after ± the standard deviation) where there are several, \
-else over questions (Wilson). Minutes are those of a run's steps. The command composes the \
+else over questions (Wilson). Where the interval over questions is the wider one it is taken, with \
+the words "over questions". Minutes are those of a run's steps. The command composes the \
 settings of the first seed; the run's folder holds them, with machine, packages and commit."""
 LINKS = """More: [the real model](real/instructions.md), [speed](benchmarks/), \
 [GPU](gpu/README.md), [scorers](rewards/scorers.md), [conformance](conformance.md), \
@@ -83,12 +84,11 @@ class Experiment:
         """Return the mean over several seeds, or one run's accuracy with its interval; '' if not
         measured."""
         if len(self.results) > 1:
-            values = self.values(when)
-            return (
-                shown(seed_interval(values), self.is_score)
-                if len(values) == len(self.results)
-                else ""
-            )
+            estimates = [Estimate(**each[when]["estimate"]) for each in self.results if each[when]]
+            if len(estimates) < len(self.results):
+                return ""
+            over_seeds = seed_interval([each.value for each in estimates], estimates)
+            return shown(over_seeds, self.is_score)
         return _point(self.results[0], when, self.is_score)
 
     @property

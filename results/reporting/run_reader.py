@@ -33,7 +33,11 @@ from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
 
 Item = TypeVar("Item")
-ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
+# Variable -> names of its metrics: accuracies, and what the scorer gives where that is more
+VALIDATED = {
+    "acc": re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)"),
+    "reward": re.compile(r"val-aux/(?P<source>.+)/reward/(?P<name>mean@\d+)"),
+}
 STEP = r"/[^\s'\"=,:;\[\](){}<>/]+"  # a folder or a file of a path
 # Of one step only a whole text, what stands behind "=", or ~/step: "</think>", "[/INST]" and
 # "/no_think" are no paths
@@ -179,16 +183,16 @@ class RecordedRun:
         rows = [row for row in self.metrics if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
-    def points(self) -> dict[str, list[Point]]:
-        """Return ``data_source -> accuracies`` in the order of steps."""
+    def points(self, variable: str = "acc") -> dict[str, list[Point]]:
+        """Return ``data_source -> accuracies`` (or rewards) in the order of steps."""
         found: dict[str, list[Point]] = {}
         for row in self.metrics:
             for key in row:
-                if match := ACCURACY.fullmatch(key):
+                if match := VALIDATED[variable].fullmatch(key):
                     source, name = match["source"], match["name"]
                     aux = f"val-aux/{source}"
                     low, high = (
-                        row.get(f"{aux}/acc/{name}/{side}") for side in ("ci_low", "ci_high")
+                        row.get(f"{aux}/{variable}/{name}/{side}") for side in ("ci_low", "ci_high")
                     )
                     estimate = Estimate(
                         row[key], low, high, int(row.get(f"{aux}/num_questions", 0))
@@ -213,10 +217,23 @@ class RecordedRun:
         }
         return frozenset(found)
 
-    def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
+    @cached_property
+    def dense(self) -> frozenset[str]:
+        """The data sources whose validation has rewards that are not the accuracies."""
+
+        def values(variable: str, source: str) -> list[float]:
+            points = self.points(variable).get(source, [])
+            return [point.estimate.value for point in points if point.name.startswith("mean@")]
+
+        rewarded = self.points("reward")
+        return frozenset(
+            source for source in rewarded if values("reward", source) != values("acc", source)
+        )
+
+    def accuracy_at(self, step: int, variable: str = "acc") -> dict[str, dict[str, float]]:
         """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were
         not kept."""
-        return accuracy_by_question(self.validation.get(step, ()))
+        return accuracy_by_question(self.validation.get(step, ()), variable)
 
 
 # --- reading ---

@@ -18,8 +18,10 @@ from typing import Any
 from core.errors import printable
 from core.tracking.metrics import PARTS, REST, time_parts
 from core.tracking.tracker import spread_out
+from results.reporting.comparison import seed_interval
 from results.reporting.comparison_report import comparison, flipped_in_run, verdicts, with_baseline
 from results.reporting.curves import Group, curves, panels
+from results.reporting.numbers import score
 from results.reporting.pages import (
     Block,
     Curves,
@@ -55,12 +57,31 @@ def _yaml(value: Any) -> str:
 
 def headline(runs: Sequence[RecordedRun]) -> str:
     """Return a line for each experiment and data source: accuracy before and after, interval,
-    questions."""
+    questions; and another of its rewards where they say more."""
     found = experiments(_in_one_unit(runs))
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
+    lines += [line for group in group_runs(runs) for line in _validation_rewards(group)]
     return "\n".join(
         lines or ["no validation was recorded", *filter(None, map(_training_rewards, runs))]
     )
+
+
+def _validation_rewards(group: Group) -> Iterator[str]:
+    """Yield a line for each data source whose rewards are not its accuracies."""
+    for source in sorted(frozenset().union(*(run.dense for run in group))):
+        series = [run.points("reward").get(source, []) for run in group]
+        if not all(series):
+            continue
+        ends = [[points[at].estimate for points in series] for at in (0, -1)]
+        before, after = (
+            score(seed_interval([each.value for each in estimates], estimates))
+            if len(estimates) > 1
+            else score(estimates[0])
+            for estimates in ends
+        )
+        start = f"{before} → " if any(len(points) > 1 for points in series) else ""
+        name = group_name([run.name for run in group])
+        yield f"{name}: reward on {source} {start}{after} (step {series[0][-1].step})"
 
 
 def _in_one_unit(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

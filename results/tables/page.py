@@ -79,6 +79,18 @@ def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) 
     return "".join(lines)
 
 
+def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
+    """Yield a line for each statement: the difference in the paper, here, and the verdict."""
+    for each in table.statements:
+        pair = each.row, each.against, each.measure
+        there = number(table.paper_gap(*pair)) or "no number"
+        here = interval(table.gap(numbers, *pair), "+")
+        yield (
+            f"{table.paper.title}, {table.paper.table}: {each.says} In the paper {there}, "
+            f"here {here} points: {table.verdict(numbers, each)}"
+        )
+
+
 def summary(table: Table) -> str:
     """Return a table with its verdicts and minutes in one line."""
     outcome = ["not run" if table.lab else "no miniature"]

@@ -10,9 +10,17 @@ import pytest
 
 from core import evaluate
 from core.tracking.validation import Estimate
+from results import report
 from results.reporting import accuracies
 from results.reporting.accuracies import macro_average, summary
-from tests.core.test_evaluate import answers, copied, files, generate, own  # noqa: F401
+from tests.core.test_evaluate import (  # noqa: F401
+    MODULUS,
+    answers,
+    copied,
+    files,
+    generate,
+    own,
+)
 
 
 def refused(arguments: list[str], capsys) -> str:
@@ -43,6 +51,23 @@ def test_a_report_has_each_set_and_their_macro_average(scores, capsys):
     stored = json.loads(scores.with_suffix(".report.json").read_text())
     assert stored["macro_average"]["mean@4"]["low"] == macro["mean@4"].low
     assert f"{100 * macro['mean@4'].value:.1f} [" in rows[0]
+
+
+def test_the_reports_command_compares_files_of_scores_and_ends_with_the_verdict(
+    files, copied, scores, capsys
+):
+    assert evaluate.main(["score", str(copied), own(files), "--name", "three", MODULUS]) == 0
+    out = capsys.readouterr().out.splitlines()
+    other = copied.parent / "shared.scores-three.jsonl"
+    assert out[-1].startswith(f"next: python -m results.report {other}")
+    assert any(line.startswith("  tests/letters, acc mean@4: ") and " % (9" in line for line in out)
+    assert report.main([str(scores), str(other)]) == 0
+    *_, letters, digits, last = capsys.readouterr().out.splitlines()
+    assert letters.startswith(f"{other.name} − {scores.name} on tests/letters: ")
+    assert "4 shared questions" in digits
+    assert last.startswith(f"against {scores.name} on tests/letters: ")
+    assert report.main([str(copied)]) == 2
+    assert "python -m core.evaluate score" in capsys.readouterr().err
 
 
 def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.tracking.validation import ValRecord, validation_metrics
+from core.tracking.validation import Estimate, ValRecord, validation_metrics
 from results.reporting.comparison import (
     holm,
     paired_comparison,
@@ -19,7 +19,8 @@ from results.reporting.comparison import (
     welch_interval,
     welch_p,
 )
-from results.reporting.comparison_report import comparison
+from results.reporting.comparison_report import Compared, Side, comparison
+from results.reporting.numbers import percent
 from results.reporting.pages import Table
 from results.reporting.run_reader import load_run
 from tests.core.synthetic import configured, make_run
@@ -44,6 +45,18 @@ def test_seeds_by_hand():
     assert seed_interval([0.0, 0.03]).low == 0.0 and seed_interval([0.9, 1.1]).high > 1.5
 
 
+def test_seeds_that_agree_by_chance_have_the_interval_over_questions():
+    """A mean of equal seeds had no width at all."""
+    of_seed = Estimate(0.35, 0.29, 0.42, 200)
+    equal = seed_interval([0.35, 0.35, 0.35], [of_seed] * 3)
+    assert (equal.value, equal.sd, equal.over_questions) == (pytest.approx(0.35), 0.0, True)
+    assert (equal.low, equal.high) == (pytest.approx(0.29), pytest.approx(0.42))
+    assert percent(equal) == "35.0 ± 0.0 [29.0, 42.0] over questions"
+    apart = seed_interval([0.25, 0.35, 0.45], [of_seed] * 3)
+    assert apart == seed_interval([0.25, 0.35, 0.45]) and not apart.over_questions
+    assert not seed_interval([0.3, 0.3], [Estimate(0.3, None, None, 1)] * 2).over_questions
+
+
 def test_welch_by_hand():
     a, b = [1.0, 2.0, 4.0], [5.0, 5.5, 6.0, 8.0]
     estimate = welch_interval(a, b)
@@ -53,6 +66,21 @@ def test_welch_by_hand():
     assert estimate.value == pytest.approx(6.125 - 7 / 3)
     assert estimate.high - estimate.low == pytest.approx(2 * 2.7764451 * math.sqrt(va + vb))
     assert welch_interval([1.0], b).low is None
+
+
+def test_a_difference_over_seeds_that_agree_is_no_surer_than_over_questions():
+    """Two seeds of 80.0 and 80.1 against 83.0 and 83.1: not p < 0.001 of 40 questions."""
+
+    def side(right: int, seeds: list[float]) -> Side:
+        return Side([], seeds, {str(i): float(i < right) for i in range(40)})
+
+    a, b = side(32, [0.8, 0.801]), side(33, [0.83, 0.831])
+    p = welch_p(a.seeds, b.seeds)
+    both = Compared("s", "acc", a, b, question_p(a.questions, b.questions), p)
+    assert p < 0.01 and both.rests_on_questions and both.outcome == ""
+    assert both.difference.low < 0 < both.difference.high
+    apart = Compared("s", "acc", a, side(40, [0.9, 0.97]), 0.01, 0.04)
+    assert not apart.rests_on_questions and apart.verdict == "better over seeds"
 
 
 # --- paired comparison ---

@@ -17,9 +17,12 @@ from results.reporting.comparison_report import (
     why_not_compared,
     with_baseline,
 )
+from results.reporting.curves import own_metrics, panels
 from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, load_run
+from results.reporting.run_report import headline
 from results.reporting.summaries import group_runs
+from results.tables import page
 from tests.core.synthetic import configured, make_run
 
 ALL = {
@@ -152,6 +155,89 @@ def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, c
         last.startswith("b/grpo/one − a/grpo/one on lab/hops: -0.2")
         and "b/grpo/one is worse" in last
     )
+
+
+def test_runs_of_other_tasks_share_one_line(root):
+    """Five runs of five tasks had four refusals above the picture."""
+    groups = loaded(root, "grpo/slow", "ppo/other")
+
+    def renamed(task: str):
+        run = groups[1][0]
+        metrics = [
+            {name.replace("lab/hops", task): value for name, value in row.items()}
+            for row in run.metrics
+        ]
+        config = {**run.config, "data.max_response_length": 99, "task": task}
+        manifest = {**run.manifest, "run": task.replace("/", "-")}
+        return [
+            dataclasses.replace(
+                run, metrics=metrics, config=config, manifest=manifest, validation={}
+            )
+        ]
+
+    lines = verdicts([*groups, renamed("task/b"), renamed("task/c")])
+    assert len(lines) == 3 and lines[0].startswith("ppo/task-b, ppo/task-c: listed beside grpo/")
+    assert lines[2] == (
+        "against grpo/slow on lab/hops: better: ppo/other; not compared: ppo/task-b, ppo/task-c"
+    )
+
+
+def test_a_dense_score_has_its_line_its_curve_and_its_verdict(root, tmp_path):
+    """A scorer that gives half points beside an accuracy: only the accuracy was shown."""
+    groups = []
+    for name, gain in (("plain", 0.0), ("dense", 0.2)):
+        keys = {"trainer.experiment_name": name, "algorithm.kl_ctrl.kl_coef": 0.1 + gain}
+        read = load_run(make_run(tmp_path / name, configured(keys)))
+        metric = "val-aux/lab/hops/reward/mean@1"
+        metrics = [
+            {**row, metric: 0.3 + gain + row["step"] / 100} if metric in row else dict(row)
+            for row in read.metrics
+        ]
+        validation = {
+            step: [
+                dataclasses.replace(
+                    each, values={**each.values, "reward": (0.3 + gain + i % 7 / 100,)}
+                )
+                for i, each in enumerate(records)
+            ]
+            for step, records in read.validation.items()
+        }
+        groups.append([dataclasses.replace(read, metrics=metrics, validation=validation)])
+    assert "reward on lab/hops 0.3" in headline(groups[0])
+    assert "Validation reward" in [panel.title for panel in panels(groups)]
+    (line,) = [line for line in verdicts(groups) if "(reward)" in line]
+    assert "/dense − " in line and "+0.2 [" in line and "is better" in line
+
+
+def test_what_a_scorer_a_hook_or_a_recipe_adds_has_curves(root):
+    run = loaded(root, "grpo/slow")[0][0]
+    own = {"reward/format/mean": 0.1, "env/number_of_valid_search": 2.0, "reward/ok_rate": 0.3}
+    metrics = [
+        {**row, **{name: value * row["step"] for name, value in own.items()}, "env/same": 1.0}
+        for row in run.metrics
+    ]
+    groups = [[dataclasses.replace(run, metrics=metrics)]]
+    assert own_metrics(groups) == ["env/number_of_valid_search", "reward/format/mean"]
+    assert "reward/format/mean" in [panel.title for panel in panels(groups)]
+
+
+# --- one command ---
+
+
+def test_a_folder_of_seeds_stands_for_its_runs(root, tmp_path, capsys):
+    assert report.main([str(root / "grpo"), str(root / "ppo"), "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("grpo/lab: ") and "2 seeds" in line for line in out)
+    assert out[-1].startswith("against grpo/lab on lab/hops: ")
+
+
+def test_a_papers_table_is_printed_with_its_verdicts(capsys):
+    table, numbers = page.made()[0]
+    for name in (f"{table.id}.md", f"{table.id}.json"):
+        assert report.main([str(page.PAGES / name)]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.endswith(f": {table.verdict(numbers, table.statements[-1])}")
+    assert report.main(["results/none.md"]) == 2
 
 
 # --- what the tables state ---
