@@ -91,6 +91,32 @@ def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
         )
 
 
+def paper_lines(folder: Path) -> str:
+    """Return a line for each headline of each recipe, with the recipe's lines of Python."""
+    lines = [
+        "| recipe | Python | statement | verdict | minutes |\n| --- | --- | --- | --- | --- |\n"
+    ]
+    tables = tables_of()
+    for readme in sorted(folder.glob("*/README.md")):
+        recipe = readme.parent
+        if not (recipe / "config").exists():
+            continue
+        title = readme.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        sources = [path.read_text(encoding="utf-8") for path in recipe.rglob("*.py")]
+        size = sum(source.count("\n") for source in sources)
+        shown = [["", "no table", ""]]
+        for table in (table for table in tables if table.recipe == recipe.name):
+            numbers = table.numbers()
+            for each in (each for each in table.statements if each.headline):
+                outcome = ["not run", ""]
+                if numbers is not None:
+                    outcome = [table.verdict(numbers, each), minutes(numbers)]
+                shown.append([each.says, *outcome])
+        for cells in shown[1:] or shown:
+            lines.append(f"| [{title}]({recipe.name}/README.md) | {size} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
 def summary(table: Table) -> str:
     """Return a table with its verdicts and minutes in one line."""
     outcome = ["not run" if table.lab else "no miniature"]
@@ -113,6 +139,7 @@ def generated() -> Iterator[tuple[Path, str]]:
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
     yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
     yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", headlines=True))
+    yield with_lines(ROOT / "recipes" / "README.md", paper_lines(ROOT / "recipes"))
     for recipe in {table.recipe for table, _ in tables}:
         lines = statement_lines(
             [m for m in tables if m[0].recipe == recipe], "../../results/tables/"
