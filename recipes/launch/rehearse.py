@@ -25,6 +25,7 @@ from core.config import Config, paths
 from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
+from data_preprocess.schema import write_rows
 from recipes.lab import hops
 from recipes.launch import strikes
 from results.reporting.run_scripts import Script, read_script
@@ -196,7 +197,9 @@ def main(argv: list[str]) -> None:
             return
         name = f"{path.parent.name}-{path.stem}-{time.strftime('%m%d-%H%M%S')}"
         folder = Path("outputs/rehearsal", name).absolute()
-        hops.write_parquet(hops.draw_many(16, "rehearsal"), "train", folder / "prompts.parquet")
+        questions = enumerate(hops.draw_many(16, "rehearsal"))
+        rows = [hops.row(question, "train", index) for index, question in questions]
+        write_rows(folder / "prompts.parquet", rows)
         rehearsal = Rehearsal(script, folder)
         if "RAY_ADDRESS" in os.environ:
             rehearsal.compare_nodes()

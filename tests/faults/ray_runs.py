@@ -89,8 +89,17 @@ def disturbed(
 
 
 def killing(title: str) -> Callable[[Watched], None]:
-    """Kills the last of the run's processes of this title."""
-    return lambda run: os.kill(run.pids(title)[-1], signal.SIGKILL)
+    """Kills the last of the run's processes of this title.
+
+    Ray rewrites a title as a call begins and ends: it may be caught in between.
+    """
+
+    def kill(run: Watched) -> None:
+        pids: list[int] = []
+        run.until(lambda: pids.extend(run.pids(title)) or pids)
+        os.kill(pids[-1], signal.SIGKILL)
+
+    return kill
 
 
 def title(pid: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ray_runs import Watched, disturbed, title
+from tests.faults.ray_runs import Watched, disturbed, killing, title
 from tests.faults.test_ray_faults import lines
 from tests.faults.tiny_run import command, prepare
 
@@ -43,19 +43,22 @@ def parts(run: Watched) -> list[int]:
     They are told by their parent: the title that vLLM gives them may overwrite their environment,
     and the mark in it.
     """
-    (engine,) = run.pids("ray::EngineProcess")
+    engines = run.pids("ray::EngineProcess")
     children = " ".join(
-        path.read_text() for path in Path(f"/proc/{engine}/task").glob("*/children")
+        path.read_text()
+        for engine in engines
+        for path in Path(f"/proc/{engine}/task").glob("*/children")
     ).split()
     return sorted(pid for pid in map(int, children) if title(pid).startswith("VLLM::Worker"))
 
 
 def the_engine(run: Watched) -> None:
-    assert len(parts(run)) >= 2
-    os.kill(run.pids("ray::EngineProcess")[-1], signal.SIGKILL)
+    run.until(lambda: len(parts(run)) >= 2)
+    killing("ray::EngineProcess")(run)
 
 
 def one_part(run: Watched) -> None:
+    run.until(lambda: len(parts(run)) >= 2)
     os.kill(parts(run)[-1], signal.SIGKILL)
 
 

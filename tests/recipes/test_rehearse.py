@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from core.config import examine
-from recipes.launch.rehearse import shrunk
+from recipes.launch import rehearse
+from recipes.launch.rehearse import Rehearsal, shrunk
 from recipes.launch.strikes import PHASES, Strikes, hang_itself, kill_itself
 from results.reporting.run_scripts import read_script
 
@@ -61,3 +63,23 @@ def test_each_phase_is_struck_once_with_a_step_between_and_the_hang_comes_last(t
     assert (tmp_path / "journal").read_text().split()[-1] == "hang"
     assert struck_after[0] >= 1 and struck_after == sorted({*struck_after})
     assert "generate" in PHASES
+
+
+def test_a_rehearsal_writes_prompts_that_a_run_reads_and_a_page_of_what_held(tmp_path, monkeypatch):
+    """Nothing is struck here: the runs of a whole rehearsal take minutes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("DRY_RUN", raising=False)
+    monkeypatch.setattr(
+        Rehearsal, "losses_and_signal", lambda self: self.check("SIGTERM saves", True, "status 0")
+    )
+    monkeypatch.setattr(
+        Rehearsal, "resume", lambda self: self.check("resume", False, "from step 3")
+    )
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main([str(RECIPES / SCRIPTS[0])])
+    assert ended.value.code == 1
+    (page,) = tmp_path.glob("outputs/rehearsal/*/page.md")
+    assert "| SIGTERM saves | yes | status 0 |" in page.read_text()
+    assert "| resume | **no** | from step 3 |" in page.read_text()
+    assert pq.read_table(page.with_name("prompts.parquet")).num_rows == 16
