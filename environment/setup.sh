@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 part="${1:-all}"
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
-EXTRAS="ray,lora,search,s3,real,test"
+EXTRAS="ray,lora,search,openai,s3,real,test"
 python="${PYTHON:-python3}"
 log=.venv/setup.log
 system="$(uname -s)-$(uname -m)"

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from core.config import convert
+from core.config import convert, registry
 from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.section import Problem, key_option
@@ -55,6 +55,14 @@ def logp_diff(config: Config) -> float | None:
     return EXACT if config.full_precision else ROUNDED
 
 
+def _agent_loop(config: Config) -> str | None:
+    """Return who plays episodes: the user's agent, the tool agent, or nobody."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.agent.plays:
+        return registry.OUTSIDE_AGENT
+    return registry.TOOL_AGENT if rollout.multi_turn.enable else None
+
+
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     actor_dtype = f"{ACTOR}.fsdp_config.dtype"
@@ -66,9 +74,7 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
-        f"{ROLLOUT}.agent_loop": lambda c: (
-            "tool_agent" if c.actor_rollout_ref.rollout.multi_turn.enable else None
-        ),
+        f"{ROLLOUT}.agent_loop": _agent_loop,
         "critic.enable": lambda c: c.has_critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",

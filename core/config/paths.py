@@ -21,6 +21,7 @@ OWN_FUNCTIONS = (
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "actor_rollout_ref.rollout.agent_loop",
+    "actor_rollout_ref.rollout.agent.path",
     "trainer.logger",
 )
 

@@ -33,11 +33,11 @@ from core.config.verl_names import Line, read_value, unknown_key
 from core.secret_keys import without_hidden
 
 # Keys whose value is code, a file that names some, or an argument that a library imports. Besides,
-# the four keys of OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift
+# the keys of OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift
 # the sandbox.
 CODE = re.compile(
     r"((tool|interaction)_config_path|custom_reward_function\.(path|name)|override_config"
-    r"|engine_kwargs|ray_init|trust_remote_code|allow_unisolated)$"
+    r"|engine_kwargs|ray_init|trust_remote_code|allow_unisolated|rollout\.agent\.command)$"
 )
 
 

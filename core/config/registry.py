@@ -108,8 +108,11 @@ LOGGERS = {  # trainer.logger
     ),
 }
 TOOL_AGENT = "tool_agent"  # verl's name
-# actor_rollout_ref.rollout.agent_loop
-AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}
+OUTSIDE_AGENT = "outside_agent"
+AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
+    TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop",
+    OUTSIDE_AGENT: "core.rollout.outside_agent:OutsideAgentLoop",
+}
 
 # --- types of keys, and other names ---
 

@@ -238,6 +238,12 @@ def who_plays_episodes(config: Config) -> Broken:
     if options.enable and loop != registry.TOOL_AGENT:
         rule = "and multi_turn.enable=True both name who plays episodes"
         yield f"{ROLLOUT}.agent_loop", rule, "leave one out"
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.path and agent.command:
+        yield f"{ROLLOUT}.agent.command", "and agent.path both name who plays", "leave one out"
+    if agent.plays != (loop == registry.OUTSIDE_AGENT):
+        rule = f"is {registry.OUTSIDE_AGENT} where agent.path or agent.command is set"
+        yield f"{ROLLOUT}.agent_loop", rule, "leave it out"
     named = options.tool_config_path or options.interaction_config_path
     if loop == registry.TOOL_AGENT and not named:
         rule = "or interaction_config_path is needed by the tool agent"

@@ -53,6 +53,7 @@ from core.config.training_keys import (
 
 FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
 AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
+AgentFunction = Annotated[str, names()]
 EngineName = Literal[*registry.ENGINES]
 Loggers = Annotated[tuple[Annotated[str, names(*registry.LOGGERS)], ...], AllowSingle]
 Steps = Annotated[tuple[Count, ...], AllowSingle]
@@ -105,6 +106,21 @@ class MultiTurnConfig(Section):
     deterministic_tools: bool = execution(False, "wait for tools, to repeat to the bit", IN_PROCESS)
 
 
+class AgentConfig(Section):
+    """An agent of yours that plays episodes, with the policy behind an OpenAI endpoint."""
+
+    path: AgentFunction | None = key(None, "async function run(prompt, client) -> reward or None")
+    command: str | None = key(
+        None, "program instead: example on its input, reward in its last line, OPENAI_BASE_URL set"
+    )
+    host: str = execution("127.0.0.1", "address of this machine that the endpoint listens on")
+
+    @property
+    def plays(self) -> bool:
+        """Return whether there is an agent."""
+        return bool(self.path or self.command)
+
+
 class ValKwargs(Section):
     """Sampling of validation answers; greedy unless ``do_sample``."""
 
@@ -144,8 +160,9 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
     engine_kwargs: Open = execution(EMPTY, "an engine's arguments: engine_kwargs.vllm.*, .hf.*")
     agent_loop: AgentLoop | None = key(
-        None, "plays episodes; null: tool agent with multi_turn.enable, else one turn"
+        None, "plays episodes; null: agent's, tool agent with multi_turn.enable, else one turn"
     )
+    agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = key(
         MultiTurnConfig(),
         used_if=Condition(

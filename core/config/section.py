@@ -76,7 +76,7 @@ CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
 def names(*known: str) -> Limit:
     """Return the limit of a name: one of ``known``, or the path of a user's function or class."""
-    requirement = f"one of {', '.join(known)}, or {OWN_CODE_HINT}"
+    requirement = f"one of {', '.join(known)}, or {OWN_CODE_HINT}" if known else OWN_CODE_HINT
     return Limit(requirement, lambda value: value in known or bool(CODE_PATH.fullmatch(value)))
 
 

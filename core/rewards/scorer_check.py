@@ -28,11 +28,13 @@ Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 class ScorerCheck:
     """Checks that every example can be scored, and then the scorers themselves.
 
-    The graders learn which libraries the scorers call.
+    The graders learn which libraries the scorers call. ``agent_scores``: an outside agent may give
+    each reward itself, so that no scorer need know the examples.
     """
 
-    def __init__(self, layer: RewardLayer):
+    def __init__(self, layer: RewardLayer, *, agent_scores: bool = False):
         self.layer = layer
+        self.agent_scores = agent_scores
         self.problems = Problems(shown=3)
         # The first example of each data source that a scorer grades
         self.first: dict[str, Row] = {}
@@ -49,6 +51,8 @@ class ScorerCheck:
             scorer = scorers.scorer(row.data_source)
             libraries = scorers.libraries(row.data_source)
         except UnknownDataSource as error:
+            if self.agent_scores:
+                return
             fix = "correct it, or set custom_reward_function.path"
             self.problems.add("data.reward_fn_key", str(error), fix, where)
             return

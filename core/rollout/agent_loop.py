@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,14 +42,19 @@ class AgentLoop:
     """
 
     tags: Sequence[str] = ()
+    # Whether it makes prompts of its own, of up to data.max_prompt_length tokens
+    makes_prompts = False
 
     def __init__(self, config: Config, tokenizer: Any):
         self.config = config
         self.tokenizer = tokenizer
         check_readable(tokenizer, self.tags)
 
-    async def run(self, episode: Episode) -> None:
-        """Play one episode: at least one turn. What it raises ends the run."""
+    async def run(self, episode: Episode) -> Trajectory | None:
+        """Play one episode: at least one turn. What it raises ends the run.
+
+        Return its trajectory if that is another than ``episode`` has recorded.
+        """
         raise NotImplementedError
 
     def check(self, example: Example) -> str | None:
@@ -114,7 +120,7 @@ class Stretch:
     segment: Segment
     ids: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32: the engine's; 0 if the policy did not write the stretch
-    by_policy: bool
+    by_policy: bool  # a sample of the policy, as it trains
 
 
 class Episode:
@@ -127,14 +133,17 @@ class Episode:
         sampling: SamplingParams,
         limits: EpisodeLimits,
         sampler: TrajectorySampler,
+        first_turn: int = 0,
     ):
+        """Begin with no turn. ``first_turn`` sets the seeds apart from other trajectories'."""
         self.prompt = prompt
         self.sample_index = sample_index
         self.sampling = sampling
         self.limits = limits
         self.sampler = sampler
         # The first turn's seed, which no other sample of the run has
-        self.seed = sampling_seed(sampler.run_seed, prompt.ordinal, sample_index)
+        self.seed = sampling_seed(sampler.run_seed, prompt.ordinal, sample_index, first_turn)
+        self.first_turn = first_turn
         self.turns = 0  # of the policy
         self.tool_calls = 0  # made through call()
         self.user_scores: list[float] = []  # scores that simulated users gave to the policy's turns
@@ -163,35 +172,55 @@ class Episode:
         return self._is_full or self.left < 1
 
     @property
+    def last_stretch(self) -> Stretch:
+        return self._stretches[-1]
+
+    @property
     def last_id(self) -> int:
         """The last token of the response."""
-        return int(self._stretches[-1].ids[-1])
+        return int(self.last_stretch.ids[-1])
 
-    async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Segment:
+    @property
+    def context(self) -> list[int]:
+        """The prompt's tokens, and those of the response so far."""
+        context = list(self.prompt.token_ids)
+        for stretch in self._stretches:
+            context += stretch.ids.tolist()
+        return context
+
+    async def turn(
+        self,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        sampled_by: Mapping[str, float] = MappingProxyType({}),
+    ) -> Segment:
         """Let the policy write until its end of sequence, one of the ``stop`` strings, or a limit.
 
-        The token that completes a stop string is kept whole. Each turn has its own seed.
+        The token that completes a stop string is kept whole. Each turn has its own seed. A turn
+        ``sampled_by`` another temperature or top_p than the run's has no loss, since its tokens are
+        no samples of the policy.
         """
         if self.over:
             limit = self.limits.response
             raise RuntimeError(f"no room for a turn: {self.written} of {limit} tokens are written")
         check_readable(self.sampler.tokenizer, stop)
+        distribution = dataclasses.replace(self.sampling, **sampled_by)
         sampling = dataclasses.replace(
-            self.sampling,
+            distribution,
             max_tokens=min(self.left, self.limits.turn, max_tokens or self.left),
             stop=(*self.sampling.stop, *stop),
         )
         run_seed = self.sampler.run_seed
-        seed = sampling_seed(run_seed, self.prompt.ordinal, self.sample_index, self.turns)
-        context = list(self.prompt.token_ids)
-        for stretch in self._stretches:
-            context += stretch.ids.tolist()
+        number = self.first_turn + self.turns
+        seed = sampling_seed(run_seed, self.prompt.ordinal, self.sample_index, number)
         request = SampleRequest(
-            tuple(context), sampling, seed, episode=self.seed, media=self.prompt.media
+            tuple(self.context), sampling, seed, episode=self.seed, media=self.prompt.media
         )
         turn = await self.sampler.engine.sample(request)
         segment = Segment("policy", turn.response_text)
-        stretch = Stretch(segment, turn.response_ids, turn.logprobs, by_policy=True)
+        trains = distribution == self.sampling
+        stretch = Stretch(segment, turn.response_ids, turn.logprobs, by_policy=trains)
         self._stretches.append(stretch)
         if self._oldest_version is None or turn.policy_version < self._oldest_version:
             self._oldest_version = turn.policy_version
@@ -253,11 +282,12 @@ class Episode:
             raise RuntimeError("the agent loop ended an episode in which the policy wrote nothing")
         stretches = self._stretches
         masks = [np.full(len(stretch.ids), stretch.by_policy) for stretch in stretches]
+        mask = np.concatenate(masks)
         return Trajectory(
             prompt_ids=np.array(self.prompt.token_ids),
             response_ids=np.concatenate([stretch.ids for stretch in stretches]),
-            response_mask=np.concatenate(masks),
-            logprobs=np.concatenate([stretch.logprobs for stretch in stretches]),
+            response_mask=mask,
+            logprobs=np.concatenate([stretch.logprobs for stretch in stretches]) * mask,
             segments=tuple(stretch.segment for stretch in stretches),
             stop=self.stop,
             policy_version=self._oldest_version,
@@ -289,5 +319,5 @@ class TrajectorySampler:
             request = SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media)
             return await self.engine.sample(request)
         episode = Episode(prompt, sample_index, sampling, limits, self)
-        await self.agent_loop.run(episode)
-        return episode.trajectory()
+        trajectory = await self.agent_loop.run(episode)
+        return episode.trajectory() if trajectory is None else trajectory

@@ -53,17 +53,14 @@ class UntrustedCalls:
                     raise TimeoutError(f"no answer in {seconds:g} s{BLOCKED if held else ''}")
         finally:
             call.abandon()
-        value, error = call.answer.result()
-        if error is None:
-            return value
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            raise error
-        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
+        return call.result()
 
-    def begin(self, function: Callable[[], Any]) -> Call:
-        """Begin a call, for which nobody need wait."""
+    def begin(self, function: Callable[[], Any], *, alone: bool = False) -> Call:
+        """Begin a call, for which nobody need wait. ``alone``: on an event loop of its own."""
         call = Call(function)
-        if inspect.iscoroutinefunction(function):
+        if alone:
+            _start_thread(call.run_alone)
+        elif inspect.iscoroutinefunction(function):
             self._queue(call)
         else:
             _start_thread(self._run_plain, call)
@@ -131,6 +128,15 @@ class Call:
         """Wait for the answer. Return whether it came."""
         done, _ = await asyncio.wait({self.answer}, timeout=seconds)
         return bool(done)
+
+    def result(self) -> Any:
+        """Return the answer, which has come, or raise what the function raised."""
+        value, error = self.answer.result()
+        if error is None:
+            return value
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise error
+        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         """Set the answer, from any thread. Where nobody waits any more it is dropped."""

@@ -28,6 +28,7 @@ def test_the_keys_that_can_name_code():
     ends += (
         "trust_remote_code",
         "allow_unisolated",
+        "rollout.agent.command",
         "custom_reward_function.path",
         "custom_reward_function.name",
     )
@@ -54,6 +55,8 @@ CODE = {
     "algorithm.adv_estimator": "evil.py:f",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "evil:f",
     f"{ROLLOUT}.agent_loop": "evil.py:Loop",
+    f"{ROLLOUT}.agent.path": "evil.py:run",
+    f"{ROLLOUT}.agent.command": "evil",
     f"{ROLLOUT}.multi_turn.tool_config_path": "evil.yaml",
     f"{ROLLOUT}.multi_turn.interaction_config_path": "evil.yaml",
     f"{ROLLOUT}.engine_kwargs": {"vllm": {"worker_cls": "evil.Worker", "swap_space": 3}},
