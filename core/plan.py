@@ -1,4 +1,4 @@
-"""Memory and disk of a configuration, before anything is downloaded or started.
+"""Memory, disk and hours of a configuration, before anything is downloaded or started.
 
     python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \\
         trainer.nnodes=16 --gpu H100
@@ -6,7 +6,7 @@
 A dry run prints the same estimate: 12 bytes a trained parameter (float32 weights, two moments of
 Adam) over the learner ranks, the highest memory of each pass, and the engine. A reward model is not
 planned. A run that would compute on this machine's CPU is planned for this machine, whose ranks
-share its memory.
+share its memory. The times are :mod:`core.plan_time`'s.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core import plan_time
 from core.config import compose, registry
 from core.config.defaults import has_accelerator
 from core.config.paths import cluster_address, is_local
@@ -352,8 +353,8 @@ class Plan:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """Yield the plan as text, what matters most first."""
+def lines(plan: Plan, mean_answer: int | None = None) -> Iterator[str]:
+    """Yield the plan as text, what matters most first. ``mean_answer`` is in tokens, if known."""
 
     def row(role: str, when: str, size: float, what: str) -> str:
         return f"  {role:<10}{when:<19}{size / 2**30:>7.1f} GiB  {what}"
@@ -393,6 +394,9 @@ def lines(plan: Plan) -> Iterator[str]:
             f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, "
             f"{plan.longest:,} tokens each."
         )
+    gpu = None if plan.on_cpu else plan.gpu
+    work = plan_time.work_of(plan.config, plan.shape, plan.gpus, gpu, mean_answer)
+    yield from plan_time.lines(work, plan.config.trainer.total_training_steps)
 
 
 def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
@@ -432,7 +436,7 @@ def length_notes(config: Config) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 if it does not fit, 2 if the configuration is at fault."""
     parser = argparse.ArgumentParser(
-        "python -m core.plan", description="Estimate memory and disk of a run."
+        "python -m core.plan", description="Estimate memory, disk and hours of a run."
     )
     parser.add_argument("recipe", help="The recipe whose configuration is planned, as in grpo.")
     parser.add_argument(
@@ -440,6 +444,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     default = f"Left out: {DEFAULT_GPU}, or {HERE} if the run would compute on its CPU."
     parser.add_argument("--gpu", help=f"The kind of GPU: one of {', '.join(GPUS)}. {default}")
+    parser.add_argument(
+        "--mean_answer", type=int, help="Mean tokens of an answer, for the hours, if you know it."
+    )
     args = parser.parse_intermixed_args(arguments)
     overrides = [text for text in args.overrides if text != "--"]
     try:
@@ -447,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(lines(plan)))
+    print("\n".join(lines(plan, args.mean_answer)))
     return 0 if plan.fits else 1
 
 

@@ -35,7 +35,7 @@ TOP_LEVEL = {
 LAYERS = (
     ("__init__",),
     ("python_api",),
-    ("command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
+    ("command_line", "ray_trainer", "plan", "plan_time", "export", "evaluate", "answers"),
     ("trainer",),
     ("run",),
     ("cluster", "rollout", "trace"),

@@ -5,22 +5,29 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 
 import pytest
 import torch
 
-from core import plan
+from core import plan, plan_time
 from core.command_line import prepare
-from core.config import compose
+from core.config import compose, convert, examine, recipes
 from core.errors import InputError
-from core.model_shapes import Shape, shape_of
+from core.model_shapes import TABLE, Shape, shape_of
 from core.plan import Plan, block_bytes, head_bytes, plan_lines
+from core.tracking.run_manifest import ROOT
 from core.vision import pictures
+from results.reporting.run_reader import load_run
 
 MODEL = "actor_rollout_ref.model.path"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TENSOR, ULYSSES = "tensor_model_parallel_size", "ulysses_sequence_parallel_size"
 SMALL = Shape(hidden=8, layers=3, heads=4, kv_heads=2, mlp=16, vocab=32, tied=False, bias=True)
+SMOLLM = Shape(
+    hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152, tied=True, bias=False
+)
+LAB = Shape(hidden=128, layers=3, heads=4, kv_heads=4, mlp=256, vocab=48, tied=True, bias=True)
 RAY = ("trainer.backend=ray", f"{ROLLOUT}.name=vllm")
 OFFLOAD = (f"{ACTOR}.fsdp_config.param_offload=True",)
 ALONE = ("trainer.backend=local", f"{ROLLOUT}.name=hf")
@@ -319,3 +326,51 @@ def test_a_start_ends_with_the_problems(monkeypatch, capsys):
             "grpo", [f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct", *ALONE, "algorithm.adv_estimator=gae"]
         )
     assert ended.value.code == 2 and "algorithm.adv_estimator=gae" in capsys.readouterr().err
+
+
+# --- times ---
+
+
+def test_two_published_runs_lie_in_the_range_that_would_have_been_said():
+    for devices, seconds, (likely, fast, slow) in plan_time.published():
+        assert fast < seconds < slow and 0.5 < likely / seconds < 2, devices
+
+
+@pytest.mark.parametrize("name", ["grpo/lab-seed1", "ppo/lab-seed1", "opd/real-seed1"])
+def test_recorded_runs_on_two_cores_lie_in_the_range(name, monkeypatch):
+    """Their time in the phases; a plan on a laptop is for the laptop."""
+    monkeypatch.setattr(plan_time.os, "cpu_count", lambda: 2)
+    run = load_run(ROOT / "results" / name)
+    recipe, _, _ = name.partition("/")
+    known = convert.all_keys(recipes.schema_of(recipe))
+    settings = {key: value for key, value in run.config.items() if key in known}
+    config = examine(recipe, (), settings).config
+    shape = SMOLLM if "real" in name else LAB
+    work = plan_time.work_of(config, shape, 1, None)
+    fast, slow = (sum(work.seconds(each).values()) for each in (plan_time.FAST, plan_time.SLOW))
+    timers = ("gen", "old_log_prob", "ref", "update_actor", "update_critic")
+    means = [statistics.fmean(run.series(f"timing_s/{t}")[1] or [0.0]) for t in timers]
+    assert fast < sum(means) < slow
+
+
+def test_hours_follow_gpus_steps_and_lengths():
+    keys = (*RAY, "trainer.total_training_steps=10", "data.max_response_length=4096")
+
+    def times(gpus: int, mean_answer: int | None = None, *more: str):
+        found = planned(*keys, *more, f"trainer.n_gpus_per_node={gpus}")
+        return plan_time.work_of(found.config, found.shape, gpus, "H100", mean_answer)
+
+    one, two = times(4).seconds(plan_time.LIKELY), times(8).seconds(plan_time.LIKELY)
+    assert two["update"] == pytest.approx(one["update"] / 2)
+    # The longest answer alone is as long on any number of GPUs
+    assert one["generate"] > two["generate"] > one["generate"] / 2
+    shorter, longer = (times(4, mean).seconds(plan_time.LIKELY)["update"] for mean in (100, 1000))
+    assert 2 < longer / shorter < 10
+    critic = times(4, None, "algorithm.adv_estimator=gae").seconds(plan_time.LIKELY)
+    assert critic["update"] > 1.9 * one["update"]
+    text = "\n".join(plan.lines(planned(*keys)))
+    assert "The run of 10 steps takes" in text and "GPU-hours" in text and "790 s a step" in text
+
+
+def test_every_gpu_has_a_speed():
+    assert TABLE["speeds"].keys() == TABLE["gpus"].keys()
