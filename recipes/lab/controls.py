@@ -1,10 +1,12 @@
-"""A control of papers' tables: a trainer that learns from rewards which belong to other answers."""
+"""Controls of papers' tables: rewards that belong to other answers, and a coin in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from reward_scores import hops, random_reward
 
 
 def with_rewards_of_others(trainer: type) -> type:
@@ -22,3 +24,15 @@ def with_rewards_of_others(trainer: type) -> type:
             return super().make_batch(tuple(groups), *more)
 
     return RewardsOfOthers
+
+
+def coin(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> dict[str, float]:
+    """Score an answer to hops by a fair coin; ``acc``, which a validation reports, is the truth.
+
+    Equal answers to a question share their coin, so that a run repeats.
+    """
+    seed = {"seed": f"coin {extra_info['index']}"}
+    score = random_reward.score(solution_str, None, seed).value
+    return {"score": score, **hops.score(solution_str, ground_truth).parts}

@@ -16,7 +16,7 @@ import yaml
 from core.config import examine
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
-from recipes.lab.controls import with_rewards_of_others
+from recipes.lab.controls import coin, with_rewards_of_others
 from results.tables import page, runner
 from results.tables.table import PAGES, Statement, Table, read_table, tables_of
 
@@ -137,6 +137,19 @@ def test_no_answer_of_the_control_keeps_its_reward():
 
     planted = with_rewards_of_others(Trainer)().make_batch([Group((1, 2)), Group((3, 4))])
     assert [group.scores for group in planted] == [(2, 3), (4, 1)]
+
+
+def test_a_coin_pays_half_of_the_answers_whether_they_are_right_or_not():
+    graded = [
+        (letter == "d", coin("lab/hops", f"abc#{letter}", "d", {"index": index}))
+        for index in range(400)
+        for letter in "dx"
+    ]
+    for right in (True, False):
+        scores = [parts["score"] for is_right, parts in graded if is_right is right]
+        assert 0.4 < sum(scores) / len(scores) < 0.6 and set(scores) == {0.0, 1.0}
+        assert {parts["acc"] for is_right, parts in graded if is_right is right} == {float(right)}
+    assert all(parts["chain"] == 1.0 for _, parts in graded)
 
 
 def test_every_committed_page_is_what_its_file_and_its_numbers_give():
