@@ -38,6 +38,7 @@ REFUSALS = {
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
     # What was kept is not there
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),
+    r"data\.train_files=\./questions\.jsonl": (2, "does not exist"),  # a reader's own questions
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),
 }

@@ -245,6 +245,7 @@ class RewardModelConfig(Section):
     num_examine: Size = bookkeeping(0, "answers of a data source that a training step prints")
     val_num_examine: Size = bookkeeping(1, "answers of a data source that a validation prints")
     reward_kwargs: Open = key(EMPTY, "scorer -> its options, as in {gsm8k: {method: flexible}}")
+    scorers: Open = key(EMPTY, "data source -> scorer, for sources of your own: {mine: qa_em}")
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what an answer gets on an error")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()

@@ -89,6 +89,7 @@ class GraderPool:
             "driver": os.getpid(),
             "memory_limit_mb": memory_limit_mb,
             "reward_kwargs": scorers.reward_kwargs,
+            "named": scorers.named,
             "custom": scorers.custom and scorers.custom.settings,
             "preload": [],
         }
@@ -293,7 +294,7 @@ def main() -> None:
     if settings["memory_limit_mb"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (settings["memory_limit_mb"] * 2**20,) * 2)
     custom = settings["custom"] and CustomFunction(**settings["custom"])
-    scorers = Scorers(settings["reward_kwargs"], custom)
+    scorers = Scorers(settings["reward_kwargs"], custom, settings["named"])
     pid = os.getpid()
     runner = asyncio.Runner()  # one event loop for the life of the process
     replies.write(b"null\n")

@@ -17,11 +17,12 @@ from typing import Any
 
 from core.config.code_by_path import absent, load_module, load_object
 from core.errors import InputError
-from reward_scores import Scorer, scorer_for
+from reward_scores import SCORERS, Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a user's function
 CUSTOM = "custom_reward_function"
+BY_NAME = {scorer.name: scorer for scorer in SCORERS.values()}
 MODEL_STYLE = "model"  # of examples that a reward model scores
 RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
@@ -169,20 +170,27 @@ class CustomFunction:
 class Scorers:
     """The scorers of a run and their options.
 
-    They are those of the table in :mod:`reward_scores`, or the user's function for all.
+    They are those of the table in :mod:`reward_scores`, or the user's function for all. ``named``
+    maps data sources that are not in the table to the names of scorers.
     """
 
     def __init__(
         self,
         reward_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         custom: CustomFunction | None = None,
+        named: Mapping[str, str] | None = None,
     ):
         self.reward_kwargs = dict(reward_kwargs or {})
         self.custom = custom
+        self.named = dict(named or {})
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the scorer of a data source. Raises UnknownDataSource."""
-        return self.custom.scorer(data_source) if self.custom else scorer_for(data_source)
+        if self.custom:
+            return self.custom.scorer(data_source)
+        if data_source in self.named:
+            return BY_NAME[self.named[data_source]]
+        return scorer_for(data_source)
 
     def options(self, scorer: Scorer) -> Mapping[str, Any]:
         return self.reward_kwargs.get(scorer.name, {})

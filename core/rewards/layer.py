@@ -20,6 +20,7 @@ from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import (
+    BY_NAME,
     MODEL_STYLE,
     Answer,
     CustomFunction,
@@ -29,7 +30,6 @@ from core.rewards.grading import (
     Scorers,
 )
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
-from reward_scores import SCORERS
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
@@ -58,13 +58,18 @@ class RewardLayer:
         reward = config.reward_model
         custom = config.custom_reward_function
         self.config: RewardModelConfig = reward
-        scorer_names = sorted({scorer.name for scorer in SCORERS.values()})
+        scorer_names = sorted(BY_NAME)
         # Wrong options of a scorer fail on its own examples
         problems = [
             f"reward_model.reward_kwargs.{name}={options!r}: must map a scorer's name to its "
             f"options, as in {{gsm8k: {{method: flexible}}}}; names: {', '.join(scorer_names)}"
             for name, options in (reward.reward_kwargs or {}).items()
             if name not in scorer_names or not isinstance(options or {}, Mapping)
+        ]
+        problems += [
+            f"reward_model.scorers.{source}={name}: is no scorer; names: {', '.join(scorer_names)}"
+            for source, name in reward.scorers.items()
+            if name not in BY_NAME
         ]
         function = None
         if custom.path:
@@ -76,7 +81,7 @@ class RewardLayer:
                 problems += error.problems
         if problems:
             raise InputError(problems)
-        self.scorers = Scorers(scorer_options(reward), function)
+        self.scorers = Scorers(scorer_options(reward), function, thaw(reward.scorers))
         timeout_s = reward.timeout_s
         if reward.sandbox_fusion.url:
             # The time of a server that restarts is not the scorer's, and must not cost an answer

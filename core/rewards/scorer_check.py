@@ -53,7 +53,10 @@ class ScorerCheck:
         except UnknownDataSource as error:
             if self.agent_scores:
                 return
-            fix = "correct it, or set custom_reward_function.path"
+            fix = (
+                "correct it, name its scorer in reward_model.scorers, or set "
+                "custom_reward_function.path"
+            )
             self.problems.add("data.reward_fn_key", str(error), fix, where)
             return
         if self.layer.manager is self.layer.pool or libraries:

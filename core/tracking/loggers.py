@@ -97,6 +97,7 @@ HEADLINE = (
     ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
     ("acc", ("reward/acc/mean",), ".3f"),
     ("length", ("response_length/mean",), ".1f"),
+    ("tool calls", ("tool_call_counts/mean",), ".2f"),
     ("nll", ("actor/nll",), ".3f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
@@ -126,6 +127,8 @@ class ConsoleLogger:
             value = next((values[name] for name in names if name in values), None)
             if label == "acc" and value is not None and not 0 <= value <= 1:
                 continue  # a score, which the line has as reward
+            if label == "tool calls" and not value and values.get("num_turns/max", 1) <= 1:
+                continue  # nothing plays episodes here
             if value or (value is not None and form != ".1%"):
                 shown.append(f"{label} {value:{form}}")
         for name, value in values.items():

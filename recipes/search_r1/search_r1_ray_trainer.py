@@ -7,6 +7,7 @@ carries no loss, no entropy, no KL and no value target (the paper's retrieved-to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,10 +16,31 @@ import torch
 from core.algorithm.sequences import count_by_sequence
 from core.ray_trainer import RayPPOTrainer
 from core.types import ScoredGroup, TrainBatch
+from recipes.search_r1.search_loop import ANSWER, SEARCH
+
+log = logging.getLogger(__name__)
+READ_PROMPTS = 100  # in which the instruction is looked for
 
 
 class SearchR1Trainer(RayPPOTrainer):
     """The core trainer with search episodes (``recipes.search_r1.search_loop``)."""
+
+    def load_data(self) -> None:
+        """Load the data, and warn if the questions do not tell the policy how it can search."""
+        super().load_data()
+        first = [self.stream.prompt(i) for i in range(min(READ_PROMPTS, len(self.stream)))]
+        if all(prompt.data_source.startswith("lab/") for prompt in first):
+            return  # the lab's base model knows the protocol
+        tag = f"<{SEARCH if self.config.do_search else ANSWER}>"
+        if not any(tag in str(message["content"]) for p in first for message in p.messages):
+            log.warning(
+                "data.train_files=%s: no prompt of the first %d mentions %s, so that only a model "
+                "that knows the protocol uses it; data_preprocess/search_r1_prompts.py has the "
+                "published instruction",
+                ", ".join(self.config.data.train_files),
+                len(first),
+                tag,
+            )
 
     def response_limit(self, prompt_length: int) -> int:
         """Return the most tokens of an episode behind a prompt, as published.

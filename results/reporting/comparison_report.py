@@ -262,7 +262,12 @@ def _scorer(group: Group) -> str:
     with their options."""
     config, names = (
         group[0].config,
-        ("custom_reward_function.", "reward_model.reward_kwargs", "reward_model.enable"),
+        (
+            "custom_reward_function.",
+            "reward_model.reward_kwargs",
+            "reward_model.scorers",
+            "reward_model.enable",
+        ),
     )
     path = config.get("custom_reward_function.path")
     sha = ", ".join(each[:12] for each in group[0].hashes_of(path)) if path else ""

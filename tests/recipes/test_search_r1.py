@@ -22,6 +22,7 @@ from core.config import compose, examine
 from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
+from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, EpisodeLimits, TrajectorySampler
 from core.tracking.metric_sums import MetricSums
@@ -37,7 +38,7 @@ from recipes.search_r1.search_loop import (
     parse_action,
     question_of,
 )
-from recipes.search_r1.search_r1_ray_trainer import training_on_retrieved
+from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer, training_on_retrieved
 from results.reporting import accuracies
 from results.reporting.run_scripts import read_script
 from reward_scores.score import Score
@@ -395,6 +396,29 @@ def test_search_keys_without_the_recipe_are_refused_and_idle_ones_listed():
     assert not idle.problems and "do_search" in idle.unused["max_turns"][1]
     (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"]).problems
     assert "at most data.max_prompt_length=4096" in line
+
+
+@pytest.mark.parametrize(
+    "text, source, keys, warned",
+    [
+        ("Question: who?", "mine", (), True),
+        ("Question: who?", "mine", ("do_search=False",), True),
+        ("Use <search> query </search>. Question: who?", "mine", (), False),
+        ("End with <answer>. Question: who?", "mine", ("do_search=False",), False),
+        ("who?", "lab/knowledge_1hop", (), False),  # its base model knows the protocol
+    ],
+)
+def test_questions_that_never_mention_the_protocol_are_warned_of(
+    text, source, keys, warned, monkeypatch, caplog
+):
+    """Their policy never searched, and nothing told why."""
+    trainer = object.__new__(SearchR1Trainer)
+    trainer.config = config(*keys)
+    questions = [dataclasses.replace(prompt(text), data_source=source)] * 3
+    trainer.stream = type("Stream", (list,), {"prompt": list.__getitem__})(questions)
+    monkeypatch.setattr(RayPPOTrainer, "load_data", lambda self: None)
+    trainer.load_data()
+    assert ("no prompt of the first 3 mentions <" in caplog.text) == warned
 
 
 # --- whole runs ---

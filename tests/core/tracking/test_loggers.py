@@ -232,5 +232,8 @@ def test_no_answer_acts_on_the_terminal(field, capsys):
         and "\\ud800é中" in text
     )
     console = ConsoleLogger(SimpleNamespace(manifest={}))
+    for turns, calls, shown in ((1, 0.0, False), (3, 0.0, True), (1, 0.5, True)):
+        console.log(1, {"num_turns/max": turns, "tool_call_counts/mean": calls})
+        assert (f"tool calls {calls:.2f}" in capsys.readouterr().out) == shown
     console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
     assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)
