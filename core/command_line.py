@@ -39,7 +39,7 @@ from core.config import (
     verl_names,
 )
 from core.config.defaults import has_accelerator, resolve
-from core.config.section import Limit, Problem, show, thaw
+from core.config.section import Limit, Problem, show
 from core.config.unused_keys import unused
 from core.dry_run import is_dry_run
 from core.errors import (
@@ -231,7 +231,7 @@ def open_files(trainer: str, config: Config) -> list[str]:
         if path in files and config.generates:
             tried(read_first, path)
     if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
-        tried(CustomFunction, custom.path, custom.name, thaw(custom.reward_kwargs))
+        tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
     # A judge is on another machine
     if not problems and len(here) > len(files) and not config.reward_model.judged:
         run = load_trainer(trainer)(config)

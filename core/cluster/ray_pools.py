@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from core.cluster.ray_watch import LOOK_S, Place, Watch
 from core.cluster.split_layers import check_layers
 from core.config import registry
 from core.config.paths import address_problem, cluster_address, run_folder
-from core.config.section import show, thaw
+from core.config.section import show
 from core.errors import InputError, NoRoom, one_line
 from core.secret_keys import without_secrets
 from core.tracking.run_manifest import ROOT
@@ -85,7 +86,7 @@ def connect(config: Config, device: torch.device) -> None:
     if problems := start_problems(config):
         raise InputError(problems)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options = thaw(config.ray_kwargs.ray_init)
+    options = deepcopy(config.ray_kwargs.ray_init)
     options = {name: value for name, value in options.items() if value is not None}
     if cluster_address(config) is None:
         options["address"] = "local"  # and not another Ray of this machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +10,7 @@ from typing import Any, get_args
 import yaml
 
 from core.config.schema import Config
-from core.config.section import Open, Section, hints, is_section, thaw
+from core.config.section import Open, Section, hints, is_section
 from core.secret_keys import hidden
 
 # --- the keys of a schema ---
@@ -68,24 +67,19 @@ def flat(config: Any) -> dict[str, Any]:
     return {key: get(config, key) for key in all_keys(type(config))}
 
 
-def as_json(config: Any) -> dict[str, Any]:
-    """Return flat key -> value as JSON has it, without secrets: it is hashed and compared."""
-    shown = {key: hidden(thaw(value), key) for key, value in flat(config).items()}
-    return json.loads(json.dumps(shown, default=str))
-
-
-def as_tree(section: Section) -> dict[str, Any]:
+def as_tree(config: Section) -> dict[str, Any]:
     """Return a section as nested dicts and lists."""
-    tree = {}
-    for name in hints(type(section)):
-        value = getattr(section, name)
-        tree[name] = as_tree(value) if isinstance(value, Section) else thaw(value)
-    return tree
+    return config.model_dump(mode="json", warnings=False)
 
 
 def as_recorded(config: Section) -> dict[str, Any]:
     """Return what a run writes and sends to loggers: nested dicts and lists, without secrets."""
     return hidden(as_tree(config))
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """Return flat key -> value as JSON has it, without secrets: it is hashed and compared."""
+    return dict(leaves(as_recorded(config), all_keys(type(config)).__contains__))
 
 
 def to_yaml(config: Section) -> str:

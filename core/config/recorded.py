@@ -27,7 +27,6 @@ from core.config.section import (
     is_section,
     key_option,
     show,
-    thaw,
 )
 from core.config.verl_names import Line, read_value, unknown_key
 from core.secret_keys import without_hidden
@@ -132,7 +131,7 @@ def code_in(config: Config) -> dict[str, Any]:
     code: dict[str, Any] = {}
     defaults = convert.flat(type(config)())
     for key, value in convert.flat(config).items():
-        text = json.dumps(thaw(value), default=str)
+        text = json.dumps(value, default=str)
         names = CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text)
         if (names or "allow_unisolated" in text) and value and value != defaults[key]:
             code |= convert.leaves({key: value})

@@ -17,7 +17,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from core.config import registry
 from core.config.section import (
-    EMPTY,
     FULL_PRECISION,
     AllowSingle,
     Condition,
@@ -36,7 +35,6 @@ from core.config.section import (
     bookkeeping,
     execution,
     files,
-    freeze,
     key,
     names,
 )
@@ -158,7 +156,7 @@ class RolloutConfig(Section):
     )
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
-    engine_kwargs: Open = execution(EMPTY, "an engine's arguments: engine_kwargs.vllm.*, .hf.*")
+    engine_kwargs: Open = execution({}, "an engine's arguments: engine_kwargs.vllm.*, .hf.*")
     agent_loop: AgentLoop | None = key(
         None, "plays episodes; null: agent's, tool agent with multi_turn.enable, else one turn"
     )
@@ -232,7 +230,7 @@ class SandboxFusionConfig(Section):
 class CustomRewardFunctionConfig(Section):
     path: str | None = files(None, "file or module of your scorer; null: those of reward_scores")
     name: str = key("compute_score", "the function in that file", beside("path"))
-    reward_kwargs: Open = key(EMPTY, "arguments of that function", beside("path"))
+    reward_kwargs: Open = key({}, "arguments of that function", beside("path"))
 
 
 class RewardModelConfig(Section):
@@ -244,8 +242,8 @@ class RewardModelConfig(Section):
     memory_limit_mb: Count | None = execution(1024, "MiB of a grader; null: no limit", GRADERS)
     num_examine: Size = bookkeeping(0, "answers of a data source that a training step prints")
     val_num_examine: Size = bookkeeping(1, "answers of a data source that a validation prints")
-    reward_kwargs: Open = key(EMPTY, "scorer -> its options, as in {gsm8k: {method: flexible}}")
-    scorers: Open = key(EMPTY, "data source -> scorer, for sources of your own: {mine: qa_em}")
+    reward_kwargs: Open = key({}, "scorer -> its options, as in {gsm8k: {method: flexible}}")
+    scorers: Open = key({}, "data source -> scorer, for sources of your own: {mine: qa_em}")
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what an answer gets on an error")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
@@ -381,7 +379,7 @@ class TrainerConfig(Section):
 
 
 class RayKwargsConfig(Section):
-    ray_init: Open = key(freeze({"num_cpus": None}), "arguments of ray.init")
+    ray_init: Open = key({"num_cpus": None}, "arguments of ray.init")
 
 
 class FrozenModel(NamedTuple):

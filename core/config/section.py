@@ -7,14 +7,14 @@ name, a single text for a list.
 
 from __future__ import annotations
 
-import copyreg
+import copy
 import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
@@ -22,29 +22,6 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from core.errors import one_line
 from core.secret_keys import hidden
-
-
-def freeze(value: Any) -> Any:
-    """Return read-only mappings with text keys, and tuples for lists, all the way down."""
-    if isinstance(value, Mapping):
-        return MappingProxyType({str(name): freeze(item) for name, item in value.items()})
-    return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
-
-
-def thaw(value: Any) -> Any:
-    """Return the reverse of :func:`freeze`: dicts and lists, as YAML and OmegaConf require them."""
-    if isinstance(value, Mapping):
-        return {name: thaw(item) for name, item in value.items()}
-    return list(map(thaw, value)) if isinstance(value, list | tuple) else value
-
-
-def _reduce_frozen(mapping: MappingProxyType) -> tuple[Callable[[Any], Any], tuple[dict]]:
-    return freeze, (dict(mapping),)
-
-
-# MappingProxyType cannot be pickled; register how. Ray pickles the configuration for its actors.
-copyreg.pickle(MappingProxyType, _reduce_frozen)
-EMPTY: Mapping[str, Any] = freeze({})
 
 # --- types: pydantic validates their bounds, and --help prints them ---
 
@@ -104,7 +81,7 @@ def _allow_single(value: Any) -> Any:
 def _mapping(value: Any) -> Any:
     if not isinstance(value, Mapping):
         refuse("a mapping, as in {name: value}")
-    return freeze(value)
+    return dict(value)
 
 
 def _is_name(value: str) -> bool:
@@ -161,7 +138,7 @@ Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all
 PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
 ModuleNames = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 # A mapping whose keys the schema does not check: another library or the user defines them
-Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]
+Open = Annotated[dict[str, Any], PlainValidator(_mapping)]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
 
@@ -273,8 +250,8 @@ class Problem:
 
 def show(value: Any, key_path: str = "") -> str:
     """Return the value of a key as one would type it, in one line, without secrets."""
-    value = hidden(thaw(value), key_path)
-    if value is None or isinstance(value, bool | list | dict):
+    value = hidden(value, key_path)
+    if value is None or isinstance(value, bool | list | tuple | dict):
         text = json.dumps(value, default=str, ensure_ascii=False)
     else:
         text = repr(value) if isinstance(value, float) else str(value)
@@ -294,31 +271,23 @@ UNKNOWN = "unknown key"
 IS_SECTION = "is a section of the configuration"
 
 
-def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, str]]]:
+def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Return the typed configuration of a tree, and (key, value, rule) of each refused value.
 
     A refused key keeps its default.
     """
-    refused: dict[str, tuple[str, Any, str]] = {}
+    tree = copy.deepcopy(tree)
+    refused = []
     while True:
         try:
-            return schema.model_validate(tree), list(refused.values())
+            return schema.model_validate(tree), refused
         except ValidationError as error:
-            paths = {}
-            for details in error.errors(include_url=False):
-                paths[_key_path(schema, details["loc"])] = _rule(details)
-        for path, rule in paths.items():
-            full_key = ".".join(path)
-            refused[full_key] = (full_key, value_at(tree, path), rule)
-        for path in paths:
-            tree = without(tree, path)
-
-
-def value_at(tree: Any, path: Sequence[str]) -> Any:
-    """Return the value at this path of nested mappings."""
-    for name in path:
-        tree = tree[name]
-    return tree
+            errors = error.errors(include_url=False)
+        # Of a list with several wrong items the last error counts
+        rules = {_key_path(schema, details["loc"]): _rule(details) for details in errors}
+        for path, rule in rules.items():
+            section = functools.reduce(operator.getitem, path[:-1], tree)
+            refused.append((".".join(path), section.pop(path[-1]), rule))
 
 
 def _rule(details: Mapping[str, Any]) -> str:
@@ -342,11 +311,3 @@ def _key_path(schema: Any, location: Sequence[int | str]) -> tuple[str, ...]:
         hint = hints(hint).get(str(location[depth]))
         depth += 1
     return tuple(map(str, location[:depth]))
-
-
-def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return a tree without the key of this path."""
-    name, *rest = path
-    if rest:
-        return {**tree, name: without(tree[name], rest)}
-    return {other: value for other, value in tree.items() if str(other) != name}

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from core.config import registry
 from core.config.section import (
-    EMPTY,
     AboveOne,
     Betas,
     ClipLow,
@@ -76,7 +75,7 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", "of a longer prompt: the end that is cut"
     )
-    apply_chat_template_kwargs: Open = key(EMPTY, "arguments of apply_chat_template")
+    apply_chat_template_kwargs: Open = key({}, "arguments of apply_chat_template")
     chat_template_date: Day | None = key(
         None, "today's date for chat templates that write one; null: that of the first start"
     )
@@ -102,7 +101,7 @@ class OptimConfig(Section):
 class AdaptedModel(Section):
     """A model that trains, as a whole or by adapters."""
 
-    override_config: Open | None = key(EMPTY, "fields of the model's own configuration")
+    override_config: Open | None = key({}, "fields of the model's own configuration")
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory")
     lora_rank: Size = key(0, "rank of the adapters that train; 0: all weights train instead")
     lora_alpha: Count = key(16, "adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)

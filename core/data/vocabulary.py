@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from core.config.section import thaw
-
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
 MARK = "mark7c1f52e9"  # letters and digits: no template escapes or trims it
@@ -113,7 +111,7 @@ class ChatError(ValueError):
 
 def template_arguments(data: Any) -> dict[str, Any]:
     """Return what a ``data`` section gives to the chat template, its clock included."""
-    return {**thaw(data.apply_chat_template_kwargs), **clock_arguments(data.chat_template_date)}
+    return {**data.apply_chat_template_kwargs, **clock_arguments(data.chat_template_date)}
 
 
 def clock_arguments(day: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from core.config.section import FULL_PRECISION, thaw
+from core.config.section import FULL_PRECISION
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines.engine import Generation
@@ -329,7 +330,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }
-    for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items():
+    for name, value in deepcopy(rollout.engine_kwargs.get("vllm") or {}).items():
         if value is not None:
             arguments[name] = value
     return arguments

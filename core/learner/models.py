@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from core.config import paths, registry
-from core.config.section import FULL_PRECISION, thaw
+from core.config.section import FULL_PRECISION
 from core.errors import InputError
 from core.files import is_url, local_path
 from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
@@ -399,7 +400,7 @@ def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> A
         config = transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=model.trust_remote_code
         )
-    changes = thaw(model.override_config) if overrides else {}
+    changes = deepcopy(model.override_config) if overrides else {}
     return _overridden(config, path, changes) if changes else config
 
 

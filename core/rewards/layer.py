@@ -12,9 +12,9 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from core.config.section import thaw
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
@@ -75,13 +75,13 @@ class RewardLayer:
         if custom.path:
             try:
                 lists = reward.reward_manager == "batch"
-                kwargs = thaw(custom.reward_kwargs)
+                kwargs = deepcopy(custom.reward_kwargs)
                 function = CustomFunction(custom.path, custom.name, kwargs, lists)
             except InputError as error:
                 problems += error.problems
         if problems:
             raise InputError(problems)
-        self.scorers = Scorers(scorer_options(reward), function, thaw(reward.scorers))
+        self.scorers = Scorers(scorer_options(reward), function, reward.scorers)
         timeout_s = reward.timeout_s
         if reward.sandbox_fusion.url:
             # The time of a server that restarts is not the scorer's, and must not cost an answer
@@ -299,7 +299,7 @@ def grader_count(reward: RewardModelConfig) -> int:
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with the place and the limits of programs."""
-    options = {name: chosen or {} for name, chosen in thaw(reward.reward_kwargs).items()}
+    options = {name: chosen or {} for name, chosen in reward.reward_kwargs.items()}
     has_deadline = reward.reward_manager != "naive"
     tests_s = TESTS_SHARE * reward.timeout_s
     sandbox = reward.sandbox.model_dump()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.config.schema import ActorRolloutRefConfig, Config
-from core.config.section import EMPTY, Condition, Count, Open, Section, beside, execution, key
+from core.config.section import Condition, Count, Open, Section, beside, execution, key
 from core.config.training_keys import ActorConfig, DataConfig
 
 PAPER = "Search-R1"
@@ -19,12 +19,12 @@ class RetrieverConfig(Section):
     topk: Count = key(3, "passages a search returns")
     prefetch: bool = key(False, "put the question's passages before the first turn: RAG")
     client: Open = execution(
-        EMPTY,
+        {},
         "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
         beside("url"),
     )
     local: Open = key(
-        EMPTY,
+        {},
         "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
         Condition(lambda config, own: own.url is None, "needs retriever.url=null"),
     )

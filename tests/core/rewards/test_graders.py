@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from core.config.section import freeze
 from core.errors import WorkersLost
 from core.rewards import graders
 from core.rewards.graders import GraderPool, InProcess
@@ -274,7 +273,7 @@ def test_options_and_arguments_arrive(make_pool, write):
             assert extra_info["rollout"] == {"segments": [{"role": "tool", "text": "t"}]}
             return {"score": scale["by"] * 0.1, "acc": True, "pred": solution_str[:1], "long": 1e-300}
     """)
-    pool = make_pool(path, kwargs=freeze({"scale": {"by": 3}}))
+    pool = make_pool(path, kwargs={"scale": {"by": 3}})
     gold, segments = {"target": [1, None, 0.1], "é": True}, [{"role": "tool", "text": "t"}]
     (result,) = grade(pool, [job("x" * 3_000_000, gold, rollout={"segments": segments})])
     assert (result.value, dict(result.parts), result.pred) == (
