@@ -36,7 +36,6 @@ from core.config import (
     paths,
     recipes,
     registry,
-    verl_names,
 )
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show
@@ -313,17 +312,10 @@ def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tu
             for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))
         ]
         return "\n".join(lines), True
-    others = verl_names.described(recipe)
-    for title, entries in (("", explained(recipe, overrides)), ("keys of other versions:", others)):
-        hits = [
-            entry
-            for entry in entries
-            if all(word.lower() in " ".join(entry).lower() for word in words)
-        ]
-        if hits and (words or not title):
-            lines += [title] * bool(title)
-            for head, text in hits:
-                lines += [*wrap.wrap(head), *wrap.wrap(f"    {text}")]
+    for entry in explained(recipe, overrides):
+        if all(word.lower() in " ".join(entry).lower() for word in words):
+            head, text = entry
+            lines += [*wrap.wrap(head), *wrap.wrap(f"    {text}")]
     if lines:
         return "\n".join(lines), True
     nothing = "no key has this in its name, its comment or its choices"

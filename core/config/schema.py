@@ -31,12 +31,12 @@ from core.config.section import (
     SaveFrequency,
     Section,
     Size,
-    beside,
     bookkeeping,
     execution,
     files,
     key,
     names,
+    needs,
 )
 from core.config.training_keys import (
     ANSWERS,
@@ -49,6 +49,7 @@ from core.config.training_keys import (
     RefConfig,
 )
 
+VALUES = "critic.ppo_max_token_len_per_gpu"
 FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
 AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
 AgentFunction = Annotated[str, names()]
@@ -59,13 +60,8 @@ ResumeMode = Literal["auto", "disable", "resume_path"]
 RewardManager = Literal[*registry.REWARD_MANAGERS]
 
 # When keys have an effect
-OWN_POOL = Condition(
-    lambda c, section: not c.actor_rollout_ref.hybrid_engine,
-    "needs actor_rollout_ref.hybrid_engine=False",
-)
-SHARED_POOL = Condition(
-    lambda c, section: c.actor_rollout_ref.hybrid_engine, "needs actor_rollout_ref.hybrid_engine"
-)
+OWN_POOL = needs("actor_rollout_ref.hybrid_engine", False)
+SHARED_POOL = needs("actor_rollout_ref.hybrid_engine")
 IN_PROCESS = Condition(
     lambda c, section: c.in_one_process,
     "needs actor_rollout_ref.rollout.name=hf and trainer.backend=local",
@@ -74,8 +70,20 @@ REFERENCE = Condition(
     lambda c, section: c.needs_ref,
     "needs algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
 )
-CRITIC = Condition(lambda c, section: c.has_critic, "needs critic.enable")
-QUESTIONS = Condition(lambda c, section: bool(c.data.val_files), "needs data.val_files")
+CRITIC = needs("critic.enable")
+QUESTIONS = needs("data.val_files")
+EPISODES = needs("actor_rollout_ref.rollout.agent_loop")
+BY_EPOCHS = Condition(
+    lambda c, section: section.total_training_steps is None, "total_training_steps is set"
+)
+TRACES = Condition(
+    lambda c, section: section.freq != -1 or section.steps, "needs {section}.freq or steps"
+)
+NOT_ALONE = Condition(
+    lambda c, section: c.needs_engine and not section.val_only, "val_only=True validates it"
+)
+SAVES = Condition(lambda c, section: section.save_freq != 0, "save_freq=0 saves no checkpoint")
+FROM_PATH = needs("resume_mode", "resume_path")
 GRADERS = Condition(
     lambda c, section: section.reward_manager != "naive",
     "needs another reward_model.reward_manager",
@@ -124,17 +132,15 @@ class ValKwargs(Section):
 
     n: Count = key(1, "answers a question")
     do_sample: bool = key(False, "sample validation answers; False: greedy")
-    temperature: NonNegative = key(0.0, "validation's sampling temperature", beside("do_sample"))
-    top_p: PositiveShare = key(1.0, "validation's top-p; 1 disables", beside("do_sample"))
-    top_k: OffOrCount = key(-1, "validation's top-k; -1 disables", beside("do_sample"))
+    temperature: NonNegative = key(0.0, "validation's sampling temperature", needs("do_sample"))
+    top_p: PositiveShare = key(1.0, "validation's top-p; 1 disables", needs("do_sample"))
+    top_k: OffOrCount = key(-1, "validation's top-k; -1 disables", needs("do_sample"))
 
 
 class RolloutConfig(Section):
     name: EngineName | None = execution(None, "engine; null: vllm where it and a GPU are, else hf")
     nnodes: Count = execution(1, "nodes of engines' own pool", OWN_POOL)
-    n_gpus_per_node: Count | None = execution(
-        None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node"
-    )
+    n_gpus_per_node: Count | None = execution(used_if=OWN_POOL, follows="trainer.n_gpus_per_node")
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
@@ -151,9 +157,7 @@ class RolloutConfig(Section):
     free_cache_engine: bool = execution(True, "give memory back for updates", SHARED_POOL)
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
-    update_weights_bucket_megabytes: Count = execution(
-        2048, "size in which weights travel to the engine", OVER_RAY
-    )
+    update_weights_bucket_megabytes: Count = execution(2048, "MiB of weights on the way", OVER_RAY)
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
     engine_kwargs: Open = execution({}, "an engine's arguments: engine_kwargs.vllm.*, .hf.*")
@@ -161,13 +165,7 @@ class RolloutConfig(Section):
         None, "plays episodes; null: agent's, tool agent with multi_turn.enable, else one turn"
     )
     agent: AgentConfig = AgentConfig()
-    multi_turn: MultiTurnConfig = key(
-        MultiTurnConfig(),
-        used_if=Condition(
-            lambda c, own: c.actor_rollout_ref.rollout.agent_loop is not None,
-            "needs actor_rollout_ref.rollout.agent_loop",
-        ),
-    )
+    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
 
     @property
     def truncates(self) -> bool:
@@ -194,9 +192,7 @@ class JudgeConfig(Section):
     )
     model: str | None = key(None, "name of the model there")
     api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key")
-    template: str | None = files(
-        None, "file of what it reads, with {question}, {response}, {reference}; null: ours"
-    )
+    template: str | None = files(None, "file with {question}, {response}, {reference}; null: ours")
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
     max_concurrent: Count = execution(32, "requests at a time")
     timeout_s: Positive = execution(120.0, "seconds for a try of a request")
@@ -224,13 +220,13 @@ class SandboxConfig(Section):
 
 class SandboxFusionConfig(Section):
     url: str | None = execution(None, "server, with /run_code; null: a sandbox on this machine")
-    max_concurrent: Count = execution(64, "requests at a time", beside("url"))
+    max_concurrent: Count = execution(64, "requests at a time", needs("url"))
 
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = files(None, "file or module of your scorer; null: those of reward_scores")
-    name: str = key("compute_score", "the function in that file", beside("path"))
-    reward_kwargs: Open = key({}, "arguments of that function", beside("path"))
+    name: str = key("compute_score", "the function in that file", needs("path"))
+    reward_kwargs: Open = key({}, "arguments of that function", needs("path"))
 
 
 class RewardModelConfig(Section):
@@ -248,15 +244,13 @@ class RewardModelConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
-    weight: float = key(0.0, "of the model's number beside a rule's score, in other examples")
+    weight: float = key(0.0, "of the model's number needs a rule's score, in other examples")
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
     judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGE)
     max_length: Count | None = key(
         None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER
     )
-    forward_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass", CLASSIFIER, follows="critic.ppo_max_token_len_per_gpu"
-    )
+    forward_max_token_len_per_gpu: Count | None = execution(used_if=CLASSIFIER, follows=VALUES)
 
     @property
     def judged(self) -> bool:
@@ -295,13 +289,7 @@ class TraceConfig(Section):
 
     freq: OffOrCount = key(-1, "steps between records, first and last included; -1: only steps")
     steps: Steps | None = key(None, "record these steps as well")
-    groups: Count = key(
-        2,
-        "groups of a recorded step, beside that of the lowest mean score",
-        Condition(
-            lambda c, section: section.freq != -1 or section.steps, "needs {section}.freq or steps"
-        ),
-    )
+    groups: Count = key(2, "groups of a recorded step beside that of the lowest mean score", TRACES)
 
 
 class TrainerConfig(Section):
@@ -311,41 +299,25 @@ class TrainerConfig(Section):
     seed: Size = key(1, "decides the examples drawn, how answers are sampled, and new weights")
     nnodes: Count = execution(1, "machines", OVER_RAY)
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
-    total_epochs: Count = execution(
-        30,
-        "passes over the training examples",
-        Condition(
-            lambda c, section: section.total_training_steps is None, "total_training_steps is set"
-        ),
-    )
+    total_epochs: Count = execution(30, "passes over the training examples", BY_EPOCHS)
     total_training_steps: Count | None = execution(None, "RL steps; null: those of total_epochs")
     phase_timeout_s: Positive | None = bookkeeping(
         None, "most seconds of a remote phase; null: 10 x its longest, at least 600", OVER_RAY
     )
-    wait_for_nodes_s: NonNegative = bookkeeping(
-        300, "seconds that a start, and each restart, waits until nodes are free", OVER_RAY
-    )
+    wait_for_nodes_s: NonNegative = bookkeeping(300, "seconds to wait for free nodes", OVER_RAY)
     max_restarts: Size = bookkeeping(0, "restarts from its checkpoint after a lost process")
     critic_warmup: Size = key(0, "step from which on the policy trains too", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
     max_staleness: Size = key(0, "steps a sample may be old; 1: collecting overlaps the update")
     project_name: Name | None = bookkeeping(None, "project of loggers; null: rlrepro-<recipe>")
-    experiment_name: Name | None = bookkeeping(
-        None, "run's name; null: <model>-seed<seed> (core/config/README.md)"
-    )
+    experiment_name: Name | None = bookkeeping(None, "run's name; null: <model>-seed<seed>")
     default_local_dir: str | None = bookkeeping(
         None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>"
     )
     logger: Loggers = bookkeeping(("console", "tensorboard"), "where metrics go too")
     rollout_data_dir: str | None = bookkeeping(None, "folder or URL for training answers")
     validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", ANSWERS)
-    val_before_train: bool = bookkeeping(
-        True,
-        "validate the starting model too",
-        Condition(
-            lambda c, section: c.needs_engine and not section.val_only, "val_only=True validates it"
-        ),
-    )
+    val_before_train: bool = bookkeeping(True, "validate the starting model too", NOT_ALONE)
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(
         -1, "steps between validations, one follows the last; -1: never", QUESTIONS
@@ -353,22 +325,10 @@ class TrainerConfig(Section):
     save_freq: SaveFrequency = bookkeeping(
         -1, "steps between checkpoints, one follows the last; -1: that; 0: none"
     )
-    max_actor_ckpt_to_keep: Count | None = bookkeeping(
-        None,
-        "newest checkpoints kept; null: all",
-        Condition(
-            lambda c, section: section.save_freq != 0, "no checkpoint is saved with save_freq=0"
-        ),
-    )
-    resume_mode: ResumeMode = bookkeeping(
-        "auto", "from its newest checkpoint, from step 0, or resume_from_path"
-    )
-    resume_from_path: str | None = bookkeeping(
-        None, "folder or URL global_step_N", beside("resume_mode", "resume_path")
-    )
-    resume_with_changes: bool = bookkeeping(
-        False, "resume also with another base, data or objective; recorded"
-    )
+    max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "checkpoints kept; null: all", SAVES)
+    resume_mode: ResumeMode = bookkeeping("auto", "newest checkpoint, step 0, or resume_from_path")
+    resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", FROM_PATH)
+    resume_with_changes: bool = bookkeeping(False, "resume with another base, data or objective")
     health: HealthConfig = bookkeeping(HealthConfig())
     trace: TraceConfig = bookkeeping(TraceConfig())
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
@@ -32,6 +32,7 @@ class Limit:
 
     requirement: str
     holds: Callable[[Any], bool]
+    names: tuple[str, ...] = ()  # that the value may be, among others
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -54,7 +55,20 @@ CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 def names(*known: str) -> Limit:
     """Return the limit of a name: one of ``known``, or the path of a user's function or class."""
     requirement = f"one of {', '.join(known)}, or {OWN_CODE_HINT}" if known else OWN_CODE_HINT
-    return Limit(requirement, lambda value: value in known or bool(CODE_PATH.fullmatch(value)))
+
+    def holds(value: str) -> bool:
+        return value in known or bool(CODE_PATH.fullmatch(value))
+
+    return Limit(requirement, holds, known)
+
+
+def names_of(hint: Any) -> tuple[str, ...]:
+    """Return the names that a type admits; none if it admits any text."""
+    if get_origin(hint) is Literal:
+        return tuple(name for name in get_args(hint) if isinstance(name, str))
+    if isinstance(hint, Limit):
+        return hint.names
+    return tuple(name for part in get_args(hint) for name in names_of(part))
 
 
 def _whole(value: Any) -> Any:
@@ -85,14 +99,8 @@ def _mapping(value: Any) -> Any:
 
 
 def _is_name(value: str) -> bool:
-    return (
-        value == value.strip()
-        and value.isprintable()
-        and "/" not in value
-        and "\\" not in value
-        and not value.startswith((".", "-"))
-        and 1 <= len(value.encode(errors="replace")) <= 200
-    )
+    is_short = len(value.encode(errors="replace")) <= 200
+    return is_short and value.isprintable() and bool(NAME.fullmatch(value))
 
 
 def _is_day(value: str) -> bool:
@@ -106,10 +114,7 @@ def _is_frequency(value: int | str) -> bool:
     return value == "after_each_epoch" or (not isinstance(value, str) and value >= -1)
 
 
-def _are_betas(values: Sequence[float]) -> bool:
-    return len(values) == 2 and all(0 <= beta < 1 for beta in values)
-
-
+NAME = re.compile(r"[^./\\\s-][^/\\]*(?<!\s)")
 NAME_REQUIREMENT = (
     "a name of at most 200 bytes without / or \\, line breaks or outer spaces, that starts with "
     "neither a dot nor a dash"
@@ -131,7 +136,11 @@ ClipLow = Annotated[float, Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
 # A single value is accepted for a list of one
 AllowSingle = BeforeValidator(_allow_single)
-Betas = Annotated[tuple[float, ...], AllowSingle, Limit("two numbers in [0, 1)", _are_betas)]
+Betas = Annotated[
+    tuple[float, ...],
+    AllowSingle,
+    Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and 0 <= min(v) <= max(v) < 1),
+]
 Texts = Annotated[tuple[str, ...], AllowSingle]
 Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all(v))]
 # No path is empty, and the list may be
@@ -168,18 +177,22 @@ class Condition:
     because: str
 
 
-def beside(name: str, value: Any = None) -> Condition:
-    """Return the condition that key ``name`` of the same section is set, or has this value."""
-    # Doubled braces: ``{section}`` is filled in when the reason is printed
-    if value is None:
-        because = f"needs {{section}}.{name}"
-        return Condition(lambda config, section: bool(getattr(section, name)), because)
-    because = f"needs {{section}}.{name}={value}"
-    return Condition(lambda config, section: getattr(section, name) == value, because)
+def needs(name: str, value: Any = None) -> Condition:
+    """Return the condition that a key is set, or has this value.
+
+    ``name`` is a flat key with its sections, or one of the section of the key with the condition.
+    """
+
+    def holds(config: Any, section: Any) -> bool:
+        setting = functools.reduce(getattr, name.split("."), config if "." in name else section)
+        return bool(setting) if value is None else setting == value
+
+    shown = name if "." in name else f"{{section}}.{name}"
+    return Condition(holds, f"needs {shown}" if value is None else f"needs {shown}={value}")
 
 
 def key(
-    default: Any,
+    default: Any = None,
     text: str = "",
     used_if: Condition | None = None,
     *,
@@ -192,7 +205,8 @@ def key(
     null value stands for the value of the key ``follows``.
     """
     options = {"role": role, "used_if": used_if, "follows": follows}
-    description = f"{text}; null: {follows}" if follows else text
+    default_text = f"null: {follows}" if follows else ""
+    description = "; ".join(filter(None, (text, default_text)))
     return Field(default, description=description, json_schema_extra=options)
 
 

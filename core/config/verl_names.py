@@ -9,25 +9,21 @@ what is done anyway, is accepted and listed, any other is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from core.config import convert, recipes, registry
+from core.config import convert, recipes
 from core.config.schema import Config
-from core.config.section import Problem
+from core.config.section import Problem, names_of
 from core.config.training_keys import ACTOR, ULYSSES
 
 FILE = Path(__file__).with_name("verl_names.yaml")
 ROLLOUT = "actor_rollout_ref.rollout"
-CHOICES = {  # a misspelt name of these tables gets the nearest one as an advice
-    "algorithm.adv_estimator": registry.ESTIMATORS,
-    f"{ACTOR}.policy_loss.loss_mode": registry.POLICY_LOSSES,
-    "trainer.logger": registry.LOGGERS,
-}
+LIKE = 0.75  # least likeness of each name; a lower one gives wrong advice on misspelt keys
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,6 @@ def unknown_key(key: str, value: Any, line: Line) -> Problem:
     return Problem(
         key, value, "unknown key", f"the nearest known key is {near}" if near else nothing
     )
-
-
-LIKE = (
-    0.75  # least likeness of each name; of 300 misspellings of one letter none got a wrong advice
-)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -160,29 +151,12 @@ def read_value(key: str, value: Any, line: Line) -> Interpretation | None:
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
-    choices = CHOICES.get(key) or _literals(convert.all_keys(line.schema).get(key))
+    choices = names_of(convert.all_keys(line.schema).get(key))
     for name in values:
-        if name not in [*choices] and (near := nearest_name(str(name), choices)):
+        if name not in choices and (near := nearest_name(str(name), choices)):
             return Interpretation(fix=f"the nearest name is {near}")
     hint = next((text for name, text in names["hints"].items() if fnmatchcase(key, name)), None)
     return Interpretation(fix=hint) if hint else None
-
-
-def _literals(hint: Any) -> tuple[str, ...]:
-    """Return the names that a type admits; none if it admits any text."""
-    if get_origin(hint) is Literal:
-        return tuple(name for name in get_args(hint) if isinstance(name, str))
-    return tuple(name for part in get_args(hint) for name in _literals(part))
-
-
-def described(recipe: str) -> Iterator[tuple[str, str]]:
-    """Yield every name of the tables with its meaning, for ``--help WORD``."""
-    names = table(recipe)
-    yield from ((key, f"is read as {target}") for key, target in names["same"].items())
-    yield from ((key, f"has no effect: {why}") for key, why in names["no_effect"].items())
-    yield from (
-        (key, f"{rule}; {fix.replace('{key}', key)}") for key, rule, fix in names["refused"]
-    )
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config.schema import ActorRolloutRefConfig, Config, RewardModelConfig
-from core.config.section import NonNegative, Section, Size, beside, bookkeeping, key
+from core.config.section import NonNegative, Section, Size, bookkeeping, key, needs
 from core.config.training_keys import ActorConfig, AlgorithmConfig
 
 PAPER = "DAPO"
@@ -16,15 +16,15 @@ class FilterGroupsConfig(Section):
         False, "draw more prompts in place of those whose answers all score the same"
     )
     metric: str | None = key(
-        "acc", "part of the score that has to differ; null: acc", beside("enable")
+        "acc", "part of the score that has to differ; null: acc", needs("enable")
     )
     max_num_gen_batches: Size = key(
         10,
         "most prompts drawn for one step, in units of gen_batch_size; 0: ten times those it needs",
-        beside("enable"),
+        needs("enable"),
     )
     on_exhausted: Literal["train", "raise"] = key(
-        "train", "at that limit: train on the groups there are, or end the run", beside("enable")
+        "train", "at that limit: train on the groups there are, or end the run", needs("enable")
     )
 
 
@@ -32,9 +32,9 @@ class OverlongBufferConfig(Section):
     enable: bool = key(
         False, "take a penalty off the reward of answers near data.max_response_length"
     )
-    len: Size = key(0, "tokens before the limit in which the penalty grows", beside("enable"))
-    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", beside("enable"))
-    log: bool = bookkeeping(False, "record the penalty as a metric", beside("enable"))
+    len: Size = key(0, "tokens before the limit in which the penalty grows", needs("enable"))
+    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", needs("enable"))
+    log: bool = bookkeeping(False, "record the penalty as a metric", needs("enable"))
 
 
 class DAPOAlgorithmConfig(AlgorithmConfig):

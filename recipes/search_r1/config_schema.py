@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.config.schema import ActorRolloutRefConfig, Config
-from core.config.section import Condition, Count, Open, Section, beside, execution, key
+from core.config.section import Condition, Count, Open, Section, execution, key, needs
 from core.config.training_keys import ActorConfig, DataConfig
 
 PAPER = "Search-R1"
@@ -21,7 +21,7 @@ class RetrieverConfig(Section):
     client: Open = execution(
         {},
         "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
-        beside("url"),
+        needs("url"),
     )
     local: Open = key(
         {},
@@ -59,7 +59,7 @@ class SearchR1Config(Config):
     data: SearchR1DataConfig = SearchR1DataConfig()
     actor_rollout_ref: SearchR1ActorRolloutRefConfig = SearchR1ActorRolloutRefConfig()
     retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
-    max_turns: Count = key(4, "turns that may search; one more must answer", beside("do_search"))
+    max_turns: Count = key(4, "turns that may search; one more must answer", needs("do_search"))
     do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
 
     @property
