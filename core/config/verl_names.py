@@ -167,8 +167,8 @@ def table(recipe: str = "") -> dict[str, Any]:
     -> reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which the first that
     fits counts.
     """
-    recipes_file = recipes.folder(recipe) / "verl_keys.yaml"
-    tables = [convert.read_table(path) for path in (FILE, recipes_file) if path.exists()]
+    files = (FILE, recipes.folder(recipe) / "verl_keys.yaml")
+    tables = [convert.read_table(path) for path in files if path.exists()]
     joined: dict[str, Any] = {"no_effect": {}, "asks_nothing": {}, "refused": []}
     for name in ("same", "means", "values", "hints", "files"):
         joined[name] = {}
@@ -176,20 +176,14 @@ def table(recipe: str = "") -> dict[str, Any]:
             joined[name] |= part.get(name, {})
     for part in tables:
         for why, keys in part.get("no_effect", {}).items():
-            joined["no_effect"] |= dict.fromkeys(_joined(keys), why)
+            joined["no_effect"] |= dict.fromkeys(keys, why)
         for value, keys in part.get("asks_nothing", ()):
-            for key in _joined(keys):
+            for key in keys:
                 joined["asks_nothing"].setdefault(key, []).append(value)
-        refused = [
-            (key, row["rule"], row["fix"]) for row in part.get("refused", ()) for key in row["keys"]
-        ]
-        joined["refused"] = refused + joined["refused"]
+        for row in reversed(part.get("refused", ())):
+            entries = [(key, row["rule"], row["fix"]) for key in row["keys"]]
+            joined["refused"] = entries + joined["refused"]
     return joined
-
-
-def _joined(keys: Iterable[Any]) -> list[str]:
-    """Return the keys of a list of keys and of lists of keys."""
-    return [key for part in keys for key in (part if isinstance(part, list) else [part])]
 
 
 def _same(value: Any, other: Any) -> bool:
