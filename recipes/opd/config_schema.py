@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from core.config.schema import Config, FrozenModel
 from core.config.section import (
-    EMPTY,
     Condition,
     DType,
     NonNegative,
@@ -42,7 +41,7 @@ class DistillationConfig(Section):
     )
     teacher: TeacherConfig = TeacherConfig()
     teachers: Open = key(
-        EMPTY, "in place of teacher.path: paths of several teachers, by the name in teacher_column"
+        {}, "in place of teacher.path: paths of several teachers, by the name in teacher_column"
     )
     teacher_column: str = key(
         "data_source",
