@@ -57,11 +57,11 @@ def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, cap
 
 def test_problems_end_with_2_one_line_each_and_no_traceback(here, capsys):
     out = ends(
-        2, "grpo", ["data.nope=1", "data.train_batch_size=3", f"{MODEL}=./no"], capsys=capsys
+        2, "grpo", ["data.nope=1", "data.train_batch_size=0", f"{MODEL}=./no"], capsys=capsys
     )
     begins = (
         "data.nope=1: ",
-        "data.train_batch_size=3: ",
+        "data.train_batch_size=0: ",
         "data.train_files=",
         "data.val_files=",
         f"{MODEL}=./no: ",
