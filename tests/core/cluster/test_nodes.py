@@ -25,8 +25,9 @@ from tests.core.ray_cluster import cluster_config
 # -- the same code everywhere
 
 
-def report(code=(), files=(), host="host", **packages):
-    return {"host": host, "packages": packages, "code": dict(code), "files": dict(files)}
+def report(code=(), model=(), host="host", **packages):
+    files = {"code": dict(code), "/m": dict(model)}
+    return {"host": host, "packages": packages, "files": files}
 
 
 CODE = {"core/run.py": "1", "core/errors.py": "2", "recipes/x.py": "3"}
@@ -90,8 +91,8 @@ def test_other_versions_are_named_by_package_and_node(driver, first, second, lin
 def test_a_model_that_a_node_lacks_or_has_otherwise_is_named_by_its_key():
     model = {"/m/config.json": "1", "/m/model.safetensors": "99999999 bytes"}
     named = {"/m": "actor_rollout_ref.model.path"}
-    other = report(files={**model, "/m/config.json": "2", "/m/README.txt": "more"})
-    lines = differences(report(files=model), {"10.0.0.1": report(), "10.0.0.2": other}, named)
+    other = report(model={**model, "/m/config.json": "2", "/m/README.txt": "more"})
+    lines = differences(report(model=model), {"10.0.0.1": report(), "10.0.0.2": other}, named)
     assert [line.partition(" (")[0] for line in lines] == [
         "actor_rollout_ref.model.path=/m: is not there on node 10.0.0.1",
         "actor_rollout_ref.model.path=/m: config.json differs on node 10.0.0.2",
@@ -115,10 +116,12 @@ def test_a_report_needs_no_code_of_this_repository_and_sees_a_change(tmp_path):
         )
         return eval(done.stdout)
 
-    before = asked()
-    assert [*before["code"]] == ["core/run.py"] and [*before["files"]] == ["model/config.json"]
+    before = asked()["files"]
+    assert [*before["code"]] == ["core/run.py"] and [*before["model"]] == ["model/config.json"]
+    assert before["none.py"] == {}
     (tmp_path / "core/run.py").write_text("2")
-    assert asked()["code"] != before["code"] and asked()["files"] == before["files"]
+    after = asked()["files"]
+    assert after["code"] != before["code"] and after["model"] == before["model"]
 
 
 def test_what_is_compared_covers_models_and_a_users_own_loss(tmp_path):
