@@ -19,12 +19,8 @@ from core.run import LoopState
 from core.tracking.metrics import progress_metrics
 from core.trainer import Trainer
 from core.types import StepMetrics, TrainBatch
-from recipes.sft.demonstrations import (
-    DemonstrationFiles,
-    check_questions,
-    demonstration_batch,
-    end_ids,
-)
+from recipes.sft.demonstration_files import DemonstrationFiles, check_questions, end_ids
+from recipes.sft.demonstrations import demonstration_batch
 
 
 class RaySFTTrainer(Trainer):

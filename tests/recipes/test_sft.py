@@ -17,14 +17,10 @@ from core.config import compose, examine
 from core.data.prompts import question_hash
 from core.errors import InputError
 from core.learner.models import load_policy
-from recipes.sft import demonstrations, rejection
+from recipes.sft import demonstration_files, rejection
 from recipes.sft.config_schema import DemonstrationConfig
-from recipes.sft.demonstrations import (
-    Demonstration,
-    DemonstrationError,
-    DemonstrationFiles,
-    Writer,
-)
+from recipes.sft.demonstration_files import DemonstrationFiles
+from recipes.sft.demonstrations import Demonstration, DemonstrationError, Writer
 from recipes.sft.sft_trainer import RaySFTTrainer
 from tests.recipes.sft_data import (
     TEMPLATE,
@@ -624,8 +620,8 @@ def test_a_line_keeps_the_nulls_of_its_own_calls(tmp_path):
     chat = [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": None}]
     chat[1]["tool_calls"] = [call]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
-    (row,) = demonstrations._read(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
-    read = demonstrations._messages(row["messages"], "messages", nested=False)
+    (row,) = demonstration_files.read_rows(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
+    read = demonstration_files._messages(row["messages"], "messages", nested=False)
     assert read == [{"role": "user", "content": "a"}, chat[1]]
 
 
@@ -641,4 +637,4 @@ def test_a_line_keeps_the_nulls_of_its_own_calls(tmp_path):
 def test_json_lines_that_cannot_be_trained_on_are_refused(tmp_path, text, rule):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(InputError, match=f"rows.jsonl: .*{rule}"):
-        demonstrations._read(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
+        demonstration_files.read_rows(str(tmp_path / "rows.jsonl"), DemonstrationConfig())
