@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from datetime import date
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,9 +16,9 @@ from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
 from core.config import examine
-from core.data import vocabulary
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
+from tests.dates import passing_days
 from tests.row_files import write_parquet
 
 
@@ -285,14 +284,6 @@ ENDED = "{% if add_generation_prompt %}: {% endif %}"
 
 
 def test_a_chat_template_writes_the_date_of_the_first_start_ever_after(tmp_path, monkeypatch):
-    class Day(date):
-        number = 0
-
-        @classmethod
-        def today(cls):
-            cls.number += 1
-            return cls(2026, 1, cls.number)
-
     def shown(*overrides):
         trainer = start(tmp_path, "data.shuffle=False", *overrides)
         trainer.fit()
@@ -306,14 +297,14 @@ def test_a_chat_template_writes_the_date_of_the_first_start_ever_after(tmp_path,
     template = {"chat_template": DATED + ENDED}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **template}))
     (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
-    monkeypatch.setattr(vocabulary, "date", Day)
+    days = passing_days(monkeypatch)
     first = {"01 Jan 2026"}, "2026-01-01"
     assert shown("trainer.total_training_steps=1") == first
     assert shown("trainer.total_training_steps=2") == first
     path = f"trainer.resume_from_path={tmp_path}/run/global_step_1"
     other = ("trainer.resume_mode=resume_path", path, f"trainer.default_local_dir={tmp_path}/other")
     assert shown("trainer.total_training_steps=3", *other) == first
-    assert Day.number == 1
+    assert days.number == 1
     with pytest.raises(InputError, match="data.chat_template_date was 2026-01-01, is 2026-05-05"):
         start(tmp_path, "data.chat_template_date=2026-05-05")
     fresh = f"trainer.default_local_dir={tmp_path}/fresh"

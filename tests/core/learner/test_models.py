@@ -237,6 +237,13 @@ def test_an_override_that_the_model_refuses_is_one_line(base, override):
         loaded(base, **override)
 
 
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 NOISY = {
     "opt": {
         "dropout": 0.1,
@@ -258,15 +265,8 @@ NOISY = {
 
 @pytest.mark.parametrize("kind", NOISY)
 def test_nothing_random_is_left_in_training_and_an_export_has_the_base_s_settings(kind, tmp_path):
-    shape = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     config = CONFIG_MAPPING[kind](
-        **shape, max_position_embeddings=64, pad_token_id=0, **NOISY[kind]
+        **SHAPE, max_position_embeddings=64, pad_token_id=0, **NOISY[kind]
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     model = loaded(tmp_path / "base")
@@ -283,15 +283,8 @@ def test_nothing_random_is_left_in_training_and_an_export_has_the_base_s_setting
 @pytest.mark.parametrize("cap", [30.0, 500.0, None])
 def test_a_soft_cap_is_refused_while_logits_are_still_small(cap):
     """Trained logits grow into the cap, which the chunked head does not compute."""
-    shape = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     config = CONFIG_MAPPING["gemma2"](
-        **shape,
+        **SHAPE,
         num_key_value_heads=2,
         head_dim=8,
         attn_logit_softcapping=None,

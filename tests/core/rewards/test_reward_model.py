@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-from datetime import date
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,7 +32,6 @@ from core.config.schema import (
     RewardModelModelConfig,
     ScoringFSDPConfig,
 )
-from core.data import vocabulary
 from core.data.parquet import Example
 from core.errors import InputError, WorkersLost
 from core.ray_trainer import RayPPOTrainer
@@ -45,8 +43,13 @@ from core.types import Prompt
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
 from tests.core.rewards.test_rewards import trajectory
+from tests.dates import passing_days
 from tests.tiny import tiny_config, tiny_tokenizer
 
+CLASSIFIERS = {
+    "token": AutoModelForTokenClassification,
+    "sequence": AutoModelForSequenceClassification,
+}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}<eos>"
 
 
@@ -64,13 +67,9 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
         )
     else:
         made = tiny_config(arch, **{"num_labels": 1, **config})
-    auto = {
-        "token": AutoModelForTokenClassification,
-        "sequence": AutoModelForSequenceClassification,
-    }[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        auto.from_config(made).save_pretrained(folder)
+        CLASSIFIERS[kind].from_config(made).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -147,11 +146,7 @@ CHAT = ({"role": "user", "content": "?"},)
 
 def direct(folder, kind, ids):
     """The number of one answer alone, without padding, by transformers itself."""
-    auto = {
-        "token": AutoModelForTokenClassification,
-        "sequence": AutoModelForSequenceClassification,
-    }[kind]
-    model = auto.from_pretrained(folder).eval()
+    model = CLASSIFIERS[kind].from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits
     return float(logits[0, -1, 0] if kind == "token" else logits[0, 0])
@@ -196,23 +191,11 @@ def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
     assert ids == [5, 6]
 
 
-class Day(date):
-    """Another today each time that it is asked for."""
-
-    number = 0
-
-    @classmethod
-    def today(cls):
-        cls.number += 1
-        return cls(2026, 1, cls.number)
-
-
 def test_a_reward_models_dated_template_writes_the_date_of_the_runs_first_start(
     tmp_path, monkeypatch
 ):
     """Only the reward model's template writes a date; the policy's does not."""
-    monkeypatch.setattr(Day, "number", 0)
-    monkeypatch.setattr(vocabulary, "date", Day)
+    passing_days(monkeypatch)
     config = run_config(tmp_path, steps=1)
     write_classifier(tmp_path / "judge", template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     read = []
