@@ -11,32 +11,21 @@ aime2024, there it is math_dapo.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from data_preprocess.cli import Example, Source, run
-from data_preprocess.dapo_math import gold, question_row, same_question
+from data_preprocess.cli import Example, run
+from data_preprocess.dapo_math import gold, question_source
 
 HUB = "BytedTsinghua-SIA/AIME-2024"
 
 
-def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
+def gold_number(example: Example) -> str:
+    """Return the answer without leading zeros."""
     answer = gold(example)
-    return (
-        question_row(example, "aime2024", answer.lstrip("0") or "0", split, index)
-        if answer
-        else None
-    )
+    return answer and (answer.lstrip("0") or "0")
 
 
-SOURCE = Source(
-    name="aime",
-    hub=HUB,
-    config=None,
-    folder="~/data/dapo/aime2024",
-    make_row=row,
-    only="test",
-    key=same_question,
-)
+FOLDER = "~/data/dapo/aime2024"
+SOURCE = question_source("aime", HUB, FOLDER, "test", "aime2024", gold_number)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ the first of each is kept. Copies of it that were cleaned by others, with a bare
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from data_preprocess.cli import Example, Source, run
@@ -26,20 +27,21 @@ AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def problem(example: Example) -> str:
-    """Return the problem without the instructions around it. Raises KeyError where the example has
-    none."""
-    text = (
-        next((example[name] for name in ("prompt", "problem") if example.get(name)), None)
-        or example["question"]
-    )
+    """Return the problem without the instructions around it.
+
+    Raises KeyError where the example has none.
+    """
+    text = example.get("prompt") or example.get("problem") or example["question"]
     if not isinstance(text, str):
         text = text[-1]["content"]
     return text.removeprefix(BEFORE).removesuffix(AFTER)
 
 
 def gold(example: Example) -> str:
-    """Return the answer, from the published schema or from a column. Raises KeyError where the
-    example has none."""
+    """Return the answer, from the published schema or from a column.
+
+    Raises KeyError where the example has none.
+    """
     published = (example.get("reward_model") or {}).get("ground_truth")
     return str(example["answer"] if published is None else published).strip()
 
@@ -51,7 +53,7 @@ def question_row(
     question = problem(example)
     prompt = [{"role": "user", "content": f"{BEFORE}{question}{AFTER}"}]
     published = (example.get("extra_info") or {}).get("index", example.get("id"))
-    named = None if published is None else str(published)
+    source_id = None if published is None else str(published)
     return make_row(
         data_source,
         prompt,
@@ -60,28 +62,32 @@ def question_row(
         split=split,
         index=index,
         question=question,
-        source_id=named,
+        source_id=source_id,
     )
-
-
-def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    answer = gold(example)
-    return question_row(example, "math_dapo", answer, split, index) if answer else None
 
 
 def same_question(row: dict[str, Any]) -> str:
     return row["extra_info"]["question"].strip()
 
 
-SOURCE = Source(
-    name="dapo_math",
-    hub=HUB,
-    config=None,
-    folder="~/data/dapo/dapo_math",
-    make_row=row,
-    only="train",
-    key=same_question,
-)
+def question_source(
+    name: str,
+    hub: str,
+    folder: str,
+    only: str,
+    data_source: str,
+    read_gold: Callable[[Example], str] = gold,
+) -> Source:
+    """Return a data set of questions with DAPO's prompt, each question once, in one split."""
+
+    def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
+        answer = read_gold(example)
+        return question_row(example, data_source, answer, split, index) if answer else None
+
+    return Source(name, hub, None, folder, row, only, same_question)
+
+
+SOURCE = question_source("dapo_math", HUB, "~/data/dapo/dapo_math", "train", "math_dapo")
 
 
 if __name__ == "__main__":

@@ -98,27 +98,35 @@ class WarmStart:
         left = min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
         return self.learning_rate * warm * left
 
-    def new_model(self, tokenizer: Any) -> PreTrainedModel:
-        """Return a Qwen2-shaped transformer. The seed decides its weights."""
-        import torch
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+    def shape(self, tokenizer: Any) -> dict[str, Any]:
+        """Return the shape of the transformer under the names of transformers."""
+        return {
+            "vocab_size": len(tokenizer),
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": self.tied,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+        }
 
-        config = Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=self.positions,
-            tie_word_embeddings=self.tied,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
+    def seeded(self, model_class: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+        """Return a model with the new weights that the seed decides."""
+        import torch
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return Qwen2ForCausalLM(config)
+            return model_class(config)
+
+    def new_model(self, tokenizer: Any) -> PreTrainedModel:
+        """Return a Qwen2-shaped transformer."""
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        return self.seeded(Qwen2ForCausalLM, Qwen2Config(**self.shape(tokenizer)))
 
     def batches(self, tokenizer: Any) -> Iterator[tuple[Any, Tensor]]:
         """Yield the inputs of each step with their labels, which are [B, T] int64."""

@@ -165,41 +165,28 @@ class FiguresRecipe(WarmStart):
         return build_tokenizer(ALPHABET, MARKS)
 
     def new_model(self, tokenizer: Any) -> PreTrainedModel:
-        """Return a model of Qwen2.5-VL's shape. The seed decides its weights."""
-        import torch
+        """Return a model of Qwen2.5-VL's shape."""
         from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+        shape = self.shape(tokenizer)
         start, image, end, video = tokenizer.convert_tokens_to_ids(list(MARKS))
         head = self.hidden_size // self.heads
-        text = dict(
-            vocab_size=len(tokenizer),
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=self.positions,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
-            },
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            tie_word_embeddings=self.tied,
-        )
-        vision = dict(
-            depth=2,
-            hidden_size=self.vision_size,
-            intermediate_size=2 * self.vision_size,
-            num_heads=2,
-            out_hidden_size=self.hidden_size,
-            fullatt_block_indexes=[0, 1],
-            window_size=56,
-        )
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+        }
+        vision = {
+            "depth": 2,
+            "hidden_size": self.vision_size,
+            "intermediate_size": 2 * self.vision_size,
+            "num_heads": 2,
+            "out_hidden_size": self.hidden_size,
+            "fullatt_block_indexes": [0, 1],
+            "window_size": 56,
+        }
         config = Qwen2_5_VLConfig(
-            text_config=text,
+            text_config={**shape, "rope_parameters": rope},
             vision_config=vision,
             vision_start_token_id=start,
             image_token_id=image,
@@ -209,9 +196,7 @@ class FiguresRecipe(WarmStart):
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return Qwen2_5_VLForConditionalGeneration(config)
+        return self.seeded(Qwen2_5_VLForConditionalGeneration, config)
 
     def batches(self, tokenizer: Any) -> Iterator[tuple[Any, Tensor]]:
         """Yield ids and pictures of each step's sequences, with their labels."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import socket
@@ -33,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from core.dry_run import is_dry_run
 from core.rewards.batch_calls import BatchCalls
+from recipes.search_r1.index.encoder import add_encoder_arguments
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import (
     BACKENDS,
@@ -45,16 +47,15 @@ from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
 CONNECTIONS = 1024
-MOST_QUERIES, MOST_PASSAGES, DEFAULT_TOPK = 1024, 100, 3
+MOST_QUERIES = 1024
+MOST_PASSAGES = 100
+DEFAULT_TOPK = 3
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
 SearchRequest = tuple[list[str], int]  # queries, topk
 
 
 class Search(BaseModel):
-    """The body of ``POST /retrieve``; further fields are refused, since a misspelt one would be
-    ignored."""
+    """The body of ``POST /retrieve``; a misspelt field is refused, and not ignored."""
 
     model_config = ConfigDict(extra="forbid")
     queries: Annotated[
@@ -67,7 +68,7 @@ class Search(BaseModel):
 
 def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256) -> FastAPI:
     """Return the application. ``topk`` is used where a request names none."""
-    # The one that owns the retriever
+    # The only thread that uses the retriever
     thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")
     counts: Counter[str] = Counter()
     calls = BatchCalls(partial(_search_all, retriever, thread, max_batch, counts))
@@ -83,11 +84,11 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
     @app.post("/retrieve")
     async def retrieve(search: Search) -> Response:
         try:
-            found = await calls.submit((search.queries, search.topk or topk))
+            passages = await calls.submit((search.queries, search.topk or topk))
         except Exception as error:  # the client must hear of it, and the server must live on
             log.exception("a search failed")
             return _json({"error": f"the search failed: {type(error).__name__}: {error}"}, 500)
-        return _json(to_wire(found, search.return_scores), headers=identity)
+        return _json(to_wire(passages, search.return_scores), headers=identity)
 
     @app.get("/health")
     async def health() -> Response:
@@ -106,10 +107,9 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
     @app.exception_handler(RequestValidationError)
     async def refused(_: Request, error: RequestValidationError) -> Response:
-        lines = [
-            f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}"
-            for found in error.errors()[:5]
-        ]
+        lines = []
+        for fault in error.errors()[:5]:
+            lines.append(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
         wanted = '{"queries": [text, ...], "topk": number, "return_scores": bool}'
         return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
 
@@ -124,38 +124,42 @@ async def _search_all(
     requests: list[SearchRequest],
 ) -> list[Any]:
     """Return the passages of each request, or what its batch raised."""
-    found: dict[int, Any] = {}
+    results: list[Any] = [None] * len(requests)
     for batch in _batches(requests, max_batch):
-        queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
+        queries = [query for index in batch for query in requests[index][0]]
+        topk = requests[batch[0]][1]
+        search = partial(retriever.retrieve, queries, topk)
         try:
-            passages = await asyncio.get_running_loop().run_in_executor(
-                thread, retriever.retrieve, queries, topk
-            )
+            passages = await asyncio.get_running_loop().run_in_executor(thread, search)
             if len(passages) != len(queries):
                 raise ValueError(f"{len(passages)} results for {len(queries)} items")
             rest = iter(passages)
-            found |= {at: list(islice(rest, len(requests[at][0]))) for at in batch}
+            for index in batch:
+                results[index] = list(islice(rest, len(requests[index][0])))
         except Exception as error:  # the requests of this batch get it; the others go on
-            found |= dict.fromkeys(batch, error)
+            for index in batch:
+                results[index] = error
         counts.update(batches=1, queries=len(queries))
-    return [found[at] for at in range(len(requests))]
+    return results
 
 
 def _batches(requests: Sequence[SearchRequest], max_batch: int) -> list[list[int]]:
-    """Return the numbers of the requests of each call: of one topk, at most ``max_batch`` queries
-    or one request.
+    """Return the numbers of the requests of each call to the retriever.
 
-    An approximate index may find other passages for another topk, and an answer must not depend on
-    the others.
+    A call has requests of one topk, because an approximate index may find other passages for
+    another one, and an answer must not depend on other requests. It has at most ``max_batch``
+    queries, or one request.
     """
     batches: list[list[int]] = []
-    for at in sorted(range(len(requests)), key=lambda at: requests[at][1]):
-        last = batches[-1] if batches else [at]
-        size = sum(len(requests[one][0]) for one in {*last, at})
-        if batches and requests[last[0]][1] == requests[at][1] and size <= max_batch:
-            last.append(at)
+    size = 0
+    for index in sorted(range(len(requests)), key=lambda index: requests[index][1]):
+        queries, topk = requests[index]
+        size += len(queries)
+        if batches and requests[batches[-1][0]][1] == topk and size <= max_batch:
+            batches[-1].append(index)
         else:
-            batches.append([at])
+            batches.append([index])
+            size = len(queries)
     return batches
 
 
@@ -226,85 +230,40 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _options(args: argparse.Namespace) -> RetrieverOptions:
-    own = ("host", "port", "topk", "max_batch", "no_mmap", "no_check", "no_gpu")
-    given = {
-        name: value for name, value in vars(args).items() if name not in own and value is not None
-    }
-    return RetrieverOptions(
-        **given, mmap=not args.no_mmap, check_encoder=not args.no_check, gpu=not args.no_gpu
-    )
+    """Return the options that are among the arguments; the others keep their defaults."""
+    names = {field.name for field in dataclasses.fields(RetrieverOptions)}
+    return RetrieverOptions(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.search_r1.retrieval_server", description=__doc__
+        prog="python -m recipes.search_r1.retrieval_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add(
-        "--index",
-        required=True,
-        help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.",
-    )
-    add("--no-gpu", action="store_true", help="Search on the CPU where faiss finds GPUs.")
+    folder = "A folder that recipes.search_r1.index.cli wrote, or a faiss file."
+    add("--index", required=True, help=folder)
     add("--corpus", help="The corpus, JSON lines of {id, contents} (default: that of the index).")
-    add(
-        "--backend",
-        choices=BACKENDS,
-        help="The back end to search (default: the only one that the folder holds).",
-    )
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="The address to listen on (default: the loopback alone).",
-    )
-    add(
-        "--port",
-        type=int,
-        default=8000,
-        help="The port, which is printed on stdout; 0 takes any free one.",
-    )
-    add(
-        "--topk",
-        type=int,
-        default=DEFAULT_TOPK,
-        help="The passages where a request names no number (%(default)s).",
-    )
-    add("--encoder", help="A folder or hub id (default: what the index was built with).")
-    add(
-        "--query-prefix",
-        help='The text before a query (default: the index\'s; "query: " for a faiss file).',
-    )
-    add(
-        "--passage-prefix",
-        help='The text before a passage (default: the index\'s; "passage: " for a faiss file).',
-    )
-    add(
-        "--pooling",
-        choices=("mean", "cls"),
-        help="How token vectors become one (default: the index's, else mean).",
-    )
-    add(
-        "--max-length",
-        type=int,
-        help="The tokens that the encoder reads (default: the index's; 256).",
-    )
-    add("--device", help="The device of the encoder: cpu (default), cuda, cuda:1.")
-    add("--threads", type=int, help="The threads of faiss and of the encoder on the CPU.")
+    backend = "The back end to search (default: the only one that the folder holds)."
+    add("--backend", choices=BACKENDS, help=backend)
+    add_encoder_arguments(parser, "the index's")
     add("--ef-search", type=int, help="The candidates of a query in HNSW (default 128).")
     add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
-    add(
-        "--max-batch",
-        type=int,
-        default=256,
-        help="The most queries searched together (default %(default)s).",
-    )
-    add("--no-mmap", action="store_true", help="Read the index into memory.")
-    add(
-        "--no-check",
-        action="store_true",
-        help="Leave out the comparison of encoder and index at start.",
-    )
+    no_gpu = "Search on the CPU where faiss finds GPUs."
+    add("--no-gpu", dest="gpu", action="store_false", help=no_gpu)
+    add("--no-mmap", dest="mmap", action="store_false", help="Read the index into memory.")
+    no_check = "Leave out the comparison of encoder and index at start."
+    add("--no-check", dest="check_encoder", action="store_false", help=no_check)
+    host = "The address to listen on (default: the loopback alone)."
+    add("--host", default=LOOPBACK[0], help=host)
+    port = "The port, which is printed on stdout (default %(default)s); 0 takes any free one."
+    add("--port", type=int, default=8000, help=port)
+    topk = "The passages where a request names no number (default %(default)s)."
+    add("--topk", type=int, default=DEFAULT_TOPK, help=topk)
+    max_batch = "The most queries searched together (default %(default)s)."
+    add("--max-batch", type=int, default=256, help=max_batch)
     return parser.parse_args(argv)
 
 

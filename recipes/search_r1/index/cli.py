@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.corpus import Progress
-from recipes.search_r1.index.encoder import make_encoder, settings_of
+from recipes.search_r1.index.encoder import add_encoder_arguments, make_encoder, settings_of
 from recipes.search_r1.index.passages import DENSE, RetrievalError
 
 
@@ -66,33 +66,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("bm25", *DENSE),
         help="The back ends to build (default: bm25).",
     )
-    add("--encoder", help="The encoder of dense back ends: a folder, a hub id, or hashing:N.")
-    add(
-        "--query-prefix",
-        help="The text before a query (default: the model's own where it names "
-        'one, else "query: ").',
-    )
-    add(
-        "--passage-prefix",
-        help='The text before a passage (default: the model\'s own, else "passage: ").',
-    )
-    add(
-        "--pooling",
-        choices=("mean", "cls"),
-        help="How token vectors become one (default: the model's own, else mean).",
-    )
-    add(
-        "--max-length",
-        type=int,
-        help="The tokens of a passage that are read (default: the model's own, else 256).",
-    )
-    add("--device", default="cpu", help="The device of the encoder (default %(default)s).")
+    add_encoder_arguments(parser, "the model's own")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="The encoder's number format (default: float32 on a CPU, else float16).",
     )
-    add("--threads", type=int, help="The threads of the encoder on the CPU.")
     add(
         "--lists",
         type=int,

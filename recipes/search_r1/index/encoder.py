@@ -6,6 +6,7 @@ Encoding a whole corpus, in chunks that an interrupted call resumes, is ``dense.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -51,6 +52,21 @@ class Encoder(Protocol):
     def encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
         """Return unit vectors of ``prefix + text``. Shapes: [N, dim], float32."""
         ...
+
+
+def add_encoder_arguments(parser: argparse.ArgumentParser, origin: str) -> None:
+    """Add the arguments of an encoder. ``origin`` is what decides where none is given."""
+    default = f"(default: {origin}"
+    add = parser.add_argument
+    add("--encoder", help="The encoder of dense back ends: a folder, a hub id, or hashing:N.")
+    add("--query-prefix", help=f'The text before a query {default}, else "query: ").')
+    add("--passage-prefix", help=f'The text before a passage {default}, else "passage: ").')
+    pooling = f"How token vectors become one {default}, else mean)."
+    add("--pooling", choices=("mean", "cls"), help=pooling)
+    length = f"The tokens of a text that are read {default}, else 256)."
+    add("--max-length", type=int, help=length)
+    add("--device", default="cpu", help="The device: cpu, cuda, cuda:1 (default %(default)s).")
+    add("--threads", type=int, help="The threads on the CPU (default: those of torch and faiss).")
 
 
 def make_encoder(
