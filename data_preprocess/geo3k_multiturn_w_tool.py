@@ -15,7 +15,7 @@ from typing import Any
 
 from data_preprocess import geo3k
 from data_preprocess.cli import Example, Source, run
-from data_preprocess.gsm8k_multiturn_w_tool import TOOLS
+from data_preprocess.gsm8k_multiturn_w_tool import with_tools
 
 SYSTEM = (
     "You are a careful solver of problems about figures. Reason step by step, call a tool for "
@@ -25,15 +25,7 @@ SYSTEM = (
 
 
 def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    made = geo3k.row(example, split, index)
-    if made is None:
-        return None
-    chat = [{"role": "system", "content": SYSTEM}, *made["prompt"]]
-    return {
-        **made,
-        "prompt": chat,
-        "extra_info": {**made["extra_info"], "tool_selection": list(TOOLS)},
-    }
+    return with_tools(geo3k.row(example, split, index), SYSTEM)
 
 
 SOURCE = Source(

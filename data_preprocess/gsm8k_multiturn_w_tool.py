@@ -24,16 +24,17 @@ SYSTEM = (
 )
 
 
-def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
-    made = gsm8k.row(example, split, index)
-    if made is None:
+def with_tools(row: dict[str, Any] | None, system: str) -> dict[str, Any] | None:
+    """Return a row that chooses the tools, with a system's message before its prompt."""
+    if row is None:
         return None
-    chat = [{"role": "system", "content": SYSTEM}, *made["prompt"]]
-    return {
-        **made,
-        "prompt": chat,
-        "extra_info": {**made["extra_info"], "tool_selection": list(TOOLS)},
-    }
+    chat = [{"role": "system", "content": system}, *row["prompt"]]
+    facts = {**row["extra_info"], "tool_selection": list(TOOLS)}
+    return {**row, "prompt": chat, "extra_info": facts}
+
+
+def row(example: Example, split: str, index: int) -> dict[str, Any] | None:
+    return with_tools(gsm8k.row(example, split, index), SYSTEM)
 
 
 SOURCE = Source(

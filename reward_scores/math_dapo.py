@@ -82,15 +82,7 @@ cents degrees cm gm pounds meters meals edges students childrentickets multiples
 """
 _REMOVED = (
     *_WORDS.split(),
-    *(
-        "\\text{s}",
-        "\\text{.}",
-        "\\text{\ns}",
-        "\\text{}^2",
-        "\\text{}^3",
-        "\\text{\n}",
-        "\\text{}",
-    ),
+    *(f"\\text{{{word}" for word in ("s}", ".}", "\ns}", "}^2", "}^3", "\n}", "}")),
     *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _PATTERNS = (

@@ -10,21 +10,11 @@ from __future__ import annotations
 import ast
 
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
-_IMPORTED = (
-    *(
-        "string",
-        "re",
-        "datetime",
-        "collections",
-        "heapq",
-        "bisect",
-        "copy",
-        "math",
-        "random",
-        "statistics",
-    ),
-    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
-)
+_MODULES = """
+string re datetime collections heapq bisect copy math random statistics itertools functools
+operator io sys json builtins typing
+"""
+_IMPORTED = _MODULES.split()
 HEAD = "\n".join(
     [
         *(f"from {name} import *" for name in _IMPORTED),

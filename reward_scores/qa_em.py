@@ -42,6 +42,7 @@ EXAMPLES = (
 )
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LIGATURES = "ae AE oe OE th Th"
 _TYPOGRAPHIC = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bb\u02bc\u00b4`", "'"),
@@ -54,20 +55,17 @@ _TYPOGRAPHIC = str.maketrans(
                 strict=True,
             )
         ),
-        **{
-            "\u00e6": "ae",
-            "\u00c6": "AE",
-            "\u0153": "oe",
-            "\u0152": "OE",
-            "\u00fe": "th",
-            "\u00de": "Th",
-        },
+        **dict(zip("\u00e6\u00c6\u0153\u0152\u00fe\u00de", _LIGATURES.split(), strict=True)),
         **dict.fromkeys("\u00a3\u20ac\u00a5\u00ae\u2122\u00a9\u00bf\u00a1\u2026", " "),
     }
 )
 # Punctuation that stays is away, as private characters, while the rest is dropped
 _AWAY = str.maketrans("./:#+-", "\ue001\ue002\ue003\ue004\ue005\ue006")
 _BACK = {code: sign for sign, code in zip("./:#+-", _AWAY.values(), strict=True)}
+_ORDINALS = """
+first 1st second 2nd third 3rd fourth 4th fifth 5th sixth 6th seventh 7th eighth 8th ninth 9th
+tenth 10th
+"""
 _WORDS = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty
@@ -76,15 +74,7 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NUMBERS = {
     **{word: at for at, word in enumerate(_WORDS.split())},
     **{word: 10 * at for at, word in enumerate(_TENS.split(), 2)},
-    **{
-        "first": "1st",
-        "second": "2nd",
-        "third": "3rd",
-        "fourth": "4th",
-        "fifth": "5th",
-        "sixth": "6th",
-    },
-    **{"seventh": "7th", "eighth": "8th", "ninth": "9th", "tenth": "10th"},
+    **dict(zip(_ORDINALS.split()[::2], _ORDINALS.split()[1::2], strict=True)),
 }
 _TWO_WORDS = re.compile(rf"\b({'|'.join(_TENS.split())}) ({'|'.join(_WORDS.split()[1:10])})\b")
 

@@ -17,76 +17,26 @@ from reward_scores.latex import GREEK, closing_brace
 MAX_ROOTS = 20  # signs of roots that are read; each one scans the text behind it
 _ROOTS = {"\u221a": "\\sqrt", "\u221b": "\\sqrt[3]", "\u221c": "\\sqrt[4]"}
 _FRACTION_SLASH = "\u2044"
+_COMMAND_NAMES = """
+\u00d7 times \u00f7 div \u2715 times \u2a2f times \u00b1 pm \u2213 mp \u221e infty \u2260 ne
+\u2248 approx \u223c sim \uff5e sim \u301c sim \u2264 le \u2265 ge \u2a7d le \u2a7e ge \u2266 le
+\u2267 ge \u222a cup \u2229 cap \u2208 in \u2205 emptyset \u2192 to \u2220 angle \u27e8 langle
+\u27e9 rangle \u2026 ldots \u22ef cdots \u2228 lor \u2227 land \u2102 mathbb{C} \u2115 mathbb{N}
+\u211a mathbb{Q} \u211d mathbb{R} \u2124 mathbb{Z}
+"""
+_SIGNS_AND_NAMES = _COMMAND_NAMES.split()
 _COMMANDS = {
     **{chr(code): name for name, code in GREEK.items()},
-    **{
-        "\u00d7": "times",
-        "\u00f7": "div",
-        "\u2715": "times",
-        "\u2a2f": "times",
-        "\u00b1": "pm",
-        "\u2213": "mp",
-    },
-    **{
-        "\u221e": "infty",
-        "\u2260": "ne",
-        "\u2248": "approx",
-        "\u223c": "sim",
-        "\uff5e": "sim",
-        "\u301c": "sim",
-    },
-    **{
-        "\u2264": "le",
-        "\u2265": "ge",
-        "\u2a7d": "le",
-        "\u2a7e": "ge",
-        "\u2266": "le",
-        "\u2267": "ge",
-    },
-    **{
-        "\u222a": "cup",
-        "\u2229": "cap",
-        "\u2208": "in",
-        "\u2205": "emptyset",
-        "\u2192": "to",
-        "\u2220": "angle",
-    },
-    **{
-        "\u27e8": "langle",
-        "\u27e9": "rangle",
-        "\u2026": "ldots",
-        "\u22ef": "cdots",
-        "\u2228": "lor",
-        "\u2227": "land",
-    },
+    **dict(zip(_SIGNS_AND_NAMES[::2], _SIGNS_AND_NAMES[1::2], strict=True)),
     **dict.fromkeys("\u00b7\u22c5\u2219\u2022\u2062\u30fb", "cdot"),
-    **dict(
-        zip(
-            "\u2102\u2115\u211a\u211d\u2124", (f"mathbb{{{name}}}" for name in "CNQRZ"), strict=True
-        )
-    ),
 }
+_TYPOGRAPHIC = (
+    "\u2212\u02d7\u2217\u2215\u2236\u2223\u2032\u2018\u2019\u3002\u066a\u066b\u2063\u2064"
+)
 _PLAIN = {
     # The second is an ordinal sign, which people type as a degree
     **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "),
-    **{
-        "\u2212": "-",
-        "\u02d7": "-",
-        "\u2217": "*",
-        "\u2215": "/",
-        "\u2236": ":",
-        "\u2223": "|",
-        "\u2032": "'",
-    },
-    **{
-        "\u2018": "'",
-        "\u2019": "'",
-        "\u3002": ".",
-        "\u066a": "%",
-        "\u066b": ".",
-        "\u2063": ",",
-        "\u2064": "+",
-    },
+    **dict(zip(_TYPOGRAPHIC, "--*/:|'''.%.,+", strict=True)),
 }
 # Separators of thousands: spaces that do not break a line, thin ones, apostrophes, the Arabic sign
 _GROUPED = re.compile(

@@ -20,170 +20,37 @@ ARCHITECTURE = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 Numbers = tuple[int, int]  # x86_64, aarch64; -1 where there is none
 
-ALLOWED: dict[str, Numbers] = {
-    **{
-        "read": (0, 63),
-        "write": (1, 64),
-        "readv": (19, 65),
-        "writev": (20, 66),
-        "pread64": (17, 67),
-    },
-    **{
-        "pwrite64": (18, 68),
-        "preadv": (295, 69),
-        "pwritev": (296, 70),
-        "preadv2": (327, 286),
-        "pwritev2": (328, 287),
-    },
-    **{
-        "lseek": (8, 62),
-        "sendfile": (40, 71),
-        "copy_file_range": (326, 285),
-        "splice": (275, 76),
-        "tee": (276, 77),
-    },
-    **{
-        "close": (3, 57),
-        "close_range": (436, 436),
-        "dup": (32, 23),
-        "dup2": (33, -1),
-        "dup3": (292, 24),
-    },
-    **{
-        "fsync": (74, 82),
-        "fdatasync": (75, 83),
-        "fadvise64": (221, 223),
-        "open": (2, -1),
-        "openat": (257, 56),
-    },
-    **{
-        "openat2": (437, 437),
-        "creat": (85, -1),
-        "access": (21, -1),
-        "faccessat": (269, 48),
-        "faccessat2": (439, 439),
-    },
-    **{
-        "stat": (4, -1),
-        "lstat": (6, -1),
-        "fstat": (5, 80),
-        "newfstatat": (262, 79),
-        "statx": (332, 291),
-    },
-    **{
-        "statfs": (137, 43),
-        "fstatfs": (138, 44),
-        "readlink": (89, -1),
-        "readlinkat": (267, 78),
-        "getcwd": (79, 17),
-    },
-    **{
-        "chdir": (80, 49),
-        "fchdir": (81, 50),
-        "getdents": (78, -1),
-        "getdents64": (217, 61),
-        "umask": (95, 166),
-    },
-    **{
-        "pipe": (22, -1),
-        "pipe2": (293, 59),
-        "poll": (7, -1),
-        "ppoll": (271, 73),
-        "select": (23, -1),
-    },
-    **{
-        "pselect6": (270, 72),
-        "epoll_create": (213, -1),
-        "epoll_create1": (291, 20),
-        "epoll_ctl": (233, 21),
-    },
-    **{
-        "epoll_wait": (232, -1),
-        "epoll_pwait": (281, 22),
-        "eventfd2": (290, 19),
-        "timerfd_create": (283, 85),
-    },
-    **{
-        "timerfd_settime": (286, 86),
-        "timerfd_gettime": (287, 87),
-        "signalfd4": (289, 74),
-        "pause": (34, -1),
-    },
-    **{
-        "nanosleep": (35, 101),
-        "clock_nanosleep": (230, 115),
-        "restart_syscall": (219, 128),
-        "wait4": (61, 260),
-    },
-    **{
-        "waitid": (247, 95),
-        "mmap": (9, 222),
-        "munmap": (11, 215),
-        "mprotect": (10, 226),
-        "mremap": (25, 216),
-    },
-    **{
-        "madvise": (28, 233),
-        "msync": (26, 227),
-        "brk": (12, 214),
-        "membarrier": (324, 283),
-        "futex": (202, 98),
-    },
-    **{
-        "futex_waitv": (449, 449),
-        "set_robust_list": (273, 99),
-        "rseq": (334, 293),
-        "set_tid_address": (218, 96),
-    },
-    **{
-        "arch_prctl": (158, -1),
-        "sched_yield": (24, 124),
-        "sched_getaffinity": (204, 123),
-        "getcpu": (309, 168),
-    },
-    **{
-        "exit": (60, 93),
-        "exit_group": (231, 94),
-        "rt_sigaction": (13, 134),
-        "rt_sigprocmask": (14, 135),
-    },
-    **{"rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigsuspend": (130, 133)},
-    **{
-        "rt_sigtimedwait": (128, 137),
-        "sigaltstack": (131, 132),
-        "alarm": (37, -1),
-        "setitimer": (38, 103),
-    },
-    **{
-        "getitimer": (36, 102),
-        "getpid": (39, 172),
-        "gettid": (186, 178),
-        "getppid": (110, 173),
-        "getuid": (102, 174),
-    },
-    **{"geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148)},
-    **{
-        "getresgid": (120, 150),
-        "getgroups": (115, 158),
-        "getpgrp": (111, -1),
-        "getrusage": (98, 165),
-    },
-    **{
-        "getrlimit": (97, 163),
-        "setrlimit": (160, 164),
-        "times": (100, 153),
-        "time": (201, -1),
-        "uname": (63, 160),
-    },
-    **{
-        "gettimeofday": (96, 169),
-        "clock_gettime": (228, 113),
-        "clock_getres": (229, 114),
-        "sysinfo": (99, 179),
-    },
-    **{"getrandom": (318, 278), "recvfrom": (45, 207), "recvmsg": (47, 212), "shutdown": (48, 210)},
-    **{"getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209)},
-}
+# Each call and its numbers
+_CALLS = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69,
+pwritev 296 70, preadv2 327 286, pwritev2 328 287, lseek 8 62, sendfile 40 71,
+copy_file_range 326 285, splice 275 76, tee 276 77, close 3 57, close_range 436 436, dup 32 23,
+dup2 33 -1, dup3 292 24, fsync 74 82, fdatasync 75 83, fadvise64 221 223, open 2 -1,
+openat 257 56, openat2 437 437, creat 85 -1, access 21 -1, faccessat 269 48, faccessat2 439 439,
+stat 4 -1, lstat 6 -1, fstat 5 80, newfstatat 262 79, statx 332 291, statfs 137 43,
+fstatfs 138 44, readlink 89 -1, readlinkat 267 78, getcwd 79 17, chdir 80 49, fchdir 81 50,
+getdents 78 -1, getdents64 217 61, umask 95 166, pipe 22 -1, pipe2 293 59, poll 7 -1,
+ppoll 271 73, select 23 -1, pselect6 270 72, epoll_create 213 -1, epoll_create1 291 20,
+epoll_ctl 233 21, epoll_wait 232 -1, epoll_pwait 281 22, eventfd2 290 19, timerfd_create 283 85,
+timerfd_settime 286 86, timerfd_gettime 287 87, signalfd4 289 74, pause 34 -1, nanosleep 35 101,
+clock_nanosleep 230 115, restart_syscall 219 128, wait4 61 260, waitid 247 95, mmap 9 222,
+munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, msync 26 227, brk 12 214,
+membarrier 324 283, futex 202 98, futex_waitv 449 449, set_robust_list 273 99, rseq 334 293,
+set_tid_address 218 96, arch_prctl 158 -1, sched_yield 24 124, sched_getaffinity 204 123,
+getcpu 309 168, exit 60 93, exit_group 231 94, rt_sigaction 13 134, rt_sigprocmask 14 135,
+rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137,
+sigaltstack 131 132, alarm 37 -1, setitimer 38 103, getitimer 36 102, getpid 39 172,
+gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
+getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -1, getrusage 98 165,
+getrlimit 97 163, setrlimit 160 164, times 100 153, time 201 -1, uname 63 160,
+gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, sysinfo 99 179,
+getrandom 318 278, recvfrom 45 207, recvmsg 47 212, shutdown 48 210, getsockname 51 204,
+getpeername 52 205, getsockopt 55 209
+"""
+ALLOWED: dict[str, Numbers] = {}
+for _call in _CALLS.split(","):
+    _name, _x86_64, _aarch64 = _call.split()
+    ALLOWED[_name] = (int(_x86_64), int(_aarch64))
 
 
 class Word(NamedTuple):
