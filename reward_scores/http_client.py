@@ -63,31 +63,22 @@ def may_pass(failure: RequestFailed, failures: Mapping[str, int]) -> bool:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Limits and retries of a client.
+    """Limits and retries of a client."""
 
-    Args:
-        timeout_s: of one attempt, from connecting to the last byte.
-        give_up_s: how long the server may be away, and how long the attempts and pauses of one
-        request may take; 0:
-            there is one attempt.
-        pause_s, longest_pause_s: the first pause before another attempt, doubled until the longest,
-        and jittered. What
-            the server requests by Retry-After comes on top.
-        connections: requests at a time; others wait for their turn.
-        trust_env: whether the proxies of the environment apply; none must come between us and the
-        loopback. retried: whether a failed attempt is repeated, from the failure and the counts of
-        the request's failures.
-    """
-
-    timeout_s: float
+    timeout_s: float  # of one attempt, from connecting to the last byte
+    # Seconds that the server may be away, and that the attempts and pauses of one request may take;
+    # 0: there is one attempt
     give_up_s: float = 0.0
+    # The first pause before another attempt is doubled until the longest, and jittered. What the
+    # server requests by Retry-After comes on top.
     pause_s: float = 0.5
     longest_pause_s: float = 20.0
-    connections: int = 64
+    connections: int = 64  # requests at a time; others wait for their turn
     keep_alive: bool = True
     largest_reply: int = LARGEST_REPLY
-    trust_env: bool = True
+    trust_env: bool = True  # whether the proxies of the environment apply
     authorization: str | None = field(default=None, repr=False)  # the header's value
+    # (failure, counts of the request's failures) -> whether the attempt is repeated
     retried: Callable[[RequestFailed, Mapping[str, int]], bool] = may_pass
 
 

@@ -143,31 +143,24 @@ def no_libraries(**options: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A scoring function with its name, examples, and needs.
+    """A scoring function with its name, examples, and needs."""
 
-    Args:
-        name: the key of its options in ``reward_model.reward_kwargs``.
-        score: ``score(response, ground_truth, extra_info, **options) -> Score``; pure.
-        examples: answers that it must grade as stated, graded when a run starts.
-        check_ground_truth: ``(ground_truth, **options) -> problem or None``; called by
-        :meth:`problem`. libraries: ``(**options) -> what is called on``: libraries whose work may
-        not end, each as the function
-            (``module:name``) that imports and warms it. With any, answers are graded in processes
-            that can be killed.
-        note_ground_truth: ``(ground_truth, **options) -> remark or None``, on one that is graded in
-        a special way.
-    """
-
-    name: str
-    score: Callable[..., Score]
-    examples: tuple[Example, ...]
+    name: str  # the key of its options in ``reward_model.reward_kwargs``
+    score: Callable[..., Score]  # pure: (response, ground_truth, extra_info, **options)
+    examples: tuple[Example, ...]  # graded when a run starts: it must grade them as stated
+    # (ground_truth, **options) -> problem or None; called by :meth:`problem`
     check_ground_truth: Callable[..., str | None] = any_ground_truth
+    # (**options) -> the libraries whose work may not end, each as the function (``module:name``)
+    # that imports and warms it. With any, answers are graded in processes that can be killed.
     libraries: Callable[..., tuple[str, ...]] = no_libraries
+    # (ground_truth, **options) -> a remark on one that is graded in a special way, or None
     note_ground_truth: Callable[..., str | None] = any_ground_truth
 
     def problem(self, ground_truth: Any, **options: Any) -> str | None:
-        """Return why no answer could be right for a ground truth; None where one could. A check
-        that fails is a why."""
+        """Return why no answer could be right for a ground truth; None where one could.
+
+        A check that fails is such a reason.
+        """
         try:
             return self.check_ground_truth(ground_truth, **options)
         except Exception as error:

@@ -1,5 +1,4 @@
-"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other
-that implements it.
+"""The client of a retrieval server: ours, or another with the published format.
 
 A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like
 "nothing found".
@@ -42,33 +41,22 @@ FAILURES = ("connect", "timeout", "busy", "status", "reply")
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Address, limits and retries of a client.
+    """Address, limits and retries of a client."""
 
-    Args:
-        url: of ``/retrieve``; ``/health`` stands beside it.
-        timeout_s: of one attempt.
-        give_up_s: how long the server may be away, and how long the tries and pauses of one search
-        may take. bad_replies: answers of one search that may be unreadable or of the wrong size
-        before it fails. connections: requests at a time; others wait their turn. pause_s,
-        longest_pause_s: the first pause before asking again, doubled until the longest.
-        largest_reply: bytes of a reply that are read; a larger one is unreadable. api_key_env: the
-        environment variable that holds the server's key, if it needs one. cache_dir: where answers
-        are kept; None keeps none. offline: answer from the cache alone. ``identity`` chooses among
-        several kept there.
-    """
-
-    url: str = "http://127.0.0.1:8000/retrieve"
-    timeout_s: float = 30.0
+    url: str = "http://127.0.0.1:8000/retrieve"  # ``/health`` stands beside it
+    timeout_s: float = 30.0  # of one attempt
+    # Seconds that the server may be away, and that the tries and pauses of one search may take
     give_up_s: float = 300.0
-    bad_replies: int = 3
-    connections: int = 64
+    bad_replies: int = 3  # unreadable answers, or of the wrong size, with which a search fails
+    connections: int = 64  # requests at a time; others wait for their turn
+    # The first pause before another try is doubled until the longest
     pause_s: float = 0.1
     longest_pause_s: float = 5.0
-    largest_reply: int = LARGEST_REPLY
-    api_key_env: str | None = None
-    cache_dir: str | Path | None = None
-    offline: bool = False
-    identity: str | None = None
+    largest_reply: int = LARGEST_REPLY  # bytes; a larger reply is unreadable
+    api_key_env: str | None = None  # variable of the environment with the server's key
+    cache_dir: str | Path | None = None  # where answers are kept; None keeps none
+    offline: bool = False  # answer from the cache alone
+    identity: str | None = None  # index that an offline client takes of those in the cache
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "give_up_s", "connections", "bad_replies", "largest_reply"):
@@ -76,49 +64,47 @@ class ClientOptions:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
         authorization(self.api_key_env)  # a missing key is known before a thread starts
         if self.offline and self.cache_dir is None:
-            raise ValueError(
-                "offline=True: there is no cache_dir to answer from; give the one of "
-                "the earlier run"
-            )
+            fix = "give the one of the earlier run"
+            raise ValueError(f"offline=True: there is no cache_dir to answer from; {fix}")
 
 
 class RetrievalClient:
-    """A retriever that searches a server; see the module's head. Several event loops and threads
-    may use it."""
+    """A retriever that searches a server. Several event loops and threads may use it."""
 
     def __init__(self, options: ClientOptions | None = None):
-        self.options = options = options or ClientOptions()
+        options = options or ClientOptions()
+        self.options = options
         self.identity = options.identity
         self._cache: Cache | None = None
-        self._http = HttpClient(
-            "retrieval client",
-            HttpOptions(
-                **{
-                    name: getattr(options, name)
-                    for name in ("timeout_s", "give_up_s", "connections")
-                },
-                **{
-                    name: getattr(options, name)
-                    for name in ("pause_s", "longest_pause_s", "largest_reply")
-                },
-                trust_env=False,
-                authorization=authorization(options.api_key_env),
-                retried=self._may_pass,
-            ),
+        limits = HttpOptions(
+            timeout_s=options.timeout_s,
+            give_up_s=options.give_up_s,
+            pause_s=options.pause_s,
+            longest_pause_s=options.longest_pause_s,
+            connections=options.connections,
+            largest_reply=options.largest_reply,
+            trust_env=False,  # no proxy may come between a run and the loopback
+            authorization=authorization(options.api_key_env),
+            retried=self._may_pass,
         )
+        self._http = HttpClient("retrieval client", limits)
         if options.offline:
             self._open_cache(self.identity or _only_store(Path(options.cache_dir)))
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return at most ``topk`` passages for every query, best first. Raises RetrievalError;
-        cancelling is safe."""
+        """Return at most ``topk`` passages for every query, best first.
+
+        Raises RetrievalError. Cancelling is safe.
+        """
         if not queries:
             return []
         return await asyncio.wrap_future(self._start(self._retrieve(list(queries), topk)))
 
     async def health(self) -> dict[str, Any]:
-        """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises
-        RetrievalError."""
+        """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start.
+
+        Raises RetrievalError.
+        """
         return await asyncio.wrap_future(self._start(self._health()))
 
     def metrics(self) -> dict[str, float]:
@@ -168,26 +154,30 @@ class RetrievalClient:
         self._http.counts["queries"] += len(queries)
         if self.options.cache_dir is not None and self._cache is None:
             await self._health()
-        found = {query: self._cache.get(query, topk) for query in queries} if self._cache else {}
-        self._http.counts["cached"] += sum(found.get(query) is not None for query in queries)
-        missing = [query for query in dict.fromkeys(queries) if found.get(query) is None]
+        passages: dict[str, Any] = {}
+        if self._cache is not None:
+            passages = {query: self._cache.get(query, topk) for query in queries}
+        self._http.counts["cached"] += sum(passages.get(query) is not None for query in queries)
+        missing = [query for query in dict.fromkeys(queries) if passages.get(query) is None]
         if missing and self.options.offline:
             raise RetrievalError(
                 f"offline: {self._cache.path} has no {topk} passages for {missing[0]!r}"
             )
         if missing:
             answers = await self._search(missing, topk)
-            found |= dict(zip(missing, answers, strict=True))
+            passages |= dict(zip(missing, answers, strict=True))
             if self._cache is not None:
-                self._cache.put(found, missing, topk)
-        self._http.counts["empty"] += sum(not found[query] for query in queries)
+                self._cache.put(passages, missing, topk)
+        self._http.counts["empty"] += sum(not passages[query] for query in queries)
         self._http.counts["searches"] += 1
         self._http.counts["seconds"] += time.monotonic() - began
-        return [found[query] for query in queries]
+        return [passages[query] for query in queries]
 
     def _sendable(self, query: str) -> str:
-        """Return text that JSON can carry, within the server's length: a policy may write
-        anything."""
+        """Return text that JSON can carry, cut to the server's length.
+
+        A policy may write anything.
+        """
         if len(query) > QUERY_CHARS:
             self._http.counts["cut"] += 1
         return query[:QUERY_CHARS].encode("utf-8", "replace").decode()
@@ -210,9 +200,8 @@ class RetrievalClient:
                 health = read_json(reply.content)
                 identity = f"{health['corpus_hash']}-{health['fingerprint']}"
             except (RetrievalError, KeyError, TypeError) as error:
-                raise RequestFailed(
-                    "reply", f"not the health of a retrieval server: {error!r}"
-                ) from error
+                reason = f"not the health of a retrieval server: {error!r}"
+                raise RequestFailed("reply", reason) from error
             self._meet(identity)
             return health
 
@@ -233,10 +222,9 @@ class RetrievalClient:
             shown = ", ".join(f"{kind} {count}" for kind, count in counts.items())
             raise RetrievalError(
                 f"{url}: no answer within give_up_s={self.options.give_up_s:g} s and "
-                f"{counts.total()} attempts "
-                f"({shown}); last: {failure}. Is the server running (bash "
-                f"recipes/search_r1/run_retriever.sh)? "
-                "Where it takes longer to start, raise retriever.client.give_up_s"
+                f"{counts.total()} attempts ({shown}); last: {failure}. Is the server running "
+                "(bash recipes/search_r1/run_retriever.sh)? Where it takes longer to start, raise "
+                "retriever.client.give_up_s"
             ) from failure
 
     def _same_index(self, reply: Reply) -> None:
@@ -245,15 +233,16 @@ class RetrievalClient:
             self._meet(identity)
 
     def _meet(self, identity: str) -> None:
-        """Remember the index that the first answer names. Raises RetrievalError where a later
-        answer names another."""
+        """Remember the index that the first answer names.
+
+        Raises RetrievalError where a later answer names another.
+        """
         if self.identity is None:
             self.identity = identity
         if identity != self.identity:
             raise RetrievalError(
                 f"{self.options.url}: the server answers from index {identity}, the run began "
-                f"with {self.identity}; "
-                "start it with the same corpus, back end and settings"
+                f"with {self.identity}; start it with the same corpus, back end and settings"
             )
         if self.options.cache_dir is not None and self._cache is None:
             self._open_cache(identity)
@@ -264,21 +253,20 @@ class RetrievalClient:
 
 
 def _only_store(folder: Path) -> str:
-    found = stores(folder)
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
+    identities = stores(folder)
+    if len(identities) != 1:
+        names = ", ".join(identities) or "none"
         raise RetrievalError(
             f"offline: {folder} must hold the answers of one index, it has {names}; give identity="
         )
-    return found[0]
+    return identities[0]
 
 
 def authorization(variable: str | None) -> str | None:
-    """Return the header for the key in an environment variable: a bearer's, unless it names its own
-    scheme.
+    """Return the header for the key in a variable of the environment.
 
-    Raises ValueError where the variable is not set. A key never stands in a configuration, which is
-    recorded.
+    It is a bearer's, unless the key names its own scheme. A key never stands in a configuration,
+    which is recorded. Raises ValueError where the variable is not set.
     """
     if variable is None:
         return None

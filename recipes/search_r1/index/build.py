@@ -41,14 +41,12 @@ def build_index(
 ) -> dict[str, Any]:
     """Build the named back ends in ``folder`` and return the content of ``index.json``.
 
-    Args:
-        encoder: an ``Encoder``, for flat, hnsw and ivf.
-        lists: inverted lists of ivf.
-
+    ``encoder`` is an ``Encoder``, for flat, hnsw and ivf. ``lists`` are the inverted lists of ivf.
     Raises RetrievalError for a bad corpus line, and where the folder holds another corpus or
     encoder.
     """
-    source, folder = Path(corpus).expanduser(), Path(folder).expanduser()
+    source = Path(corpus).expanduser()
+    folder = Path(folder).expanduser()
     unknown = set(backends) - {"bm25", *DENSE}
     if unknown:
         raise RetrievalError(
@@ -56,25 +54,20 @@ def build_index(
         )
     if encoder is None and set(backends) & set(DENSE):
         raise RetrievalError("a dense index needs an encoder (--encoder)")
-    passages = _scanned(source, folder, report)
-    built = read_json(folder / BUILT) if (folder / BUILT).exists() else {"backends": {}}
-    for backend in backends:
-        wanted = {"corpus": passages.hash} | (
-            {} if backend == "bm25" else {"encoder": encoder.settings.as_dict()}
-        )
-        if wanted.items() <= built["backends"].get(backend, {}).items():
-            continue
-        built["backends"][backend] = wanted | _build(
-            backend, passages, folder, encoder, lists, report
-        )
-        write_json(folder / BUILT, built)
-    return built
-
-
-def _scanned(source: Path, folder: Path, report: Report) -> Corpus:
     if not (folder / ABOUT).exists():
         scan(source, folder, report("checking the corpus", 0))
-    return Corpus(folder, source)
+    passages = Corpus(folder, source)
+    built = read_json(folder / BUILT) if (folder / BUILT).exists() else {"backends": {}}
+    for backend in backends:
+        origin = {"corpus": passages.hash}
+        if backend != "bm25":
+            origin["encoder"] = encoder.settings.as_dict()
+        if origin.items() <= built["backends"].get(backend, {}).items():
+            continue
+        settings = _build(backend, passages, folder, encoder, lists, report)
+        built["backends"][backend] = origin | settings
+        write_json(folder / BUILT, built)
+    return built
 
 
 def _build(

@@ -54,41 +54,30 @@ class Retriever(Protocol):
 class RetrieverOptions:
     """Which index to open, and with what.
 
-    Args:
-        index: a folder that ``build_index`` made, or a faiss file (the published ones), which then
-        needs ``corpus``
-            and ``encoder``.
-        corpus: the jsonl file; by default the one that the folder was built from.
-        backend: one of :data:`BACKENDS`; by default the only one that the folder holds. ``random``
-        and ``empty``
-            are controls: passages that have nothing to do with the query, and none.
-        encoder: folder or hub id of the encoder; by default what the folder was built with. With it
-        come
-            ``query_prefix``, ``passage_prefix``, ``pooling`` (mean or cls) and ``max_length`` in
-            tokens; None means the folder's, or E5's for a faiss file.
-        device: of the encoder.
-        mmap: leaves on disk what can be read from there.
-        threads: of faiss and of torch on the CPU; None is their own default.
-        ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
-        gpu: search a flat index on the GPUs that faiss finds, in half precision and split over
-        them. check_encoder: encode a few passages at start and compare them with the index.
+    ``index`` is a folder that ``build_index`` made, or a faiss file (the published ones), which
+    then needs ``corpus`` and ``encoder``.
     """
 
     index: str | Path
-    corpus: str | Path | None = None
+    corpus: str | Path | None = None  # the JSON lines; by default those of which the folder is made
+    # One of BACKENDS; by default the only one that the folder holds. ``random`` and ``empty`` are
+    # controls: passages that have nothing to do with the query, and none.
     backend: str | None = None
+    # Folder or hub id; by default what the folder was built with. So are the four below it, which
+    # for a faiss file are E5's.
     encoder: str | None = None
     query_prefix: str | None = None
     passage_prefix: str | None = None
-    pooling: str | None = None
-    max_length: int | None = None
-    device: str = "cpu"
-    mmap: bool = True
-    threads: int | None = None
-    ef_search: int = 128
-    nprobe: int = 32
+    pooling: str | None = None  # mean or cls
+    max_length: int | None = None  # tokens
+    device: str = "cpu"  # of the encoder
+    mmap: bool = True  # leave on disk what can be read from there
+    threads: int | None = None  # of faiss and of torch on the CPU; None is their own default
+    ef_search: int = 128  # HNSW's candidates of a query
+    nprobe: int = 32  # IVF's lists that a query looks at
+    # Search a flat index on the GPUs that faiss finds, in half precision and split over them
     gpu: bool = True
-    check_encoder: bool = True
+    check_encoder: bool = True  # encode a few passages at start and compare them with the index
 
 
 def id_order(passage: Passage) -> tuple[float, int, str]:
