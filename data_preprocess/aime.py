@@ -1,7 +1,7 @@
 """AIME 2024, I and II: 30 problems, each once, with DAPO's prompt; for evaluation as avg@32.
 
-    python -m data_preprocess.aime --local_dir ~/data/dapo/aime2024 [--local_dataset_path
-    DIR_OR_FILES]
+    python -m data_preprocess.aime --local_dir ~/data/dapo/aime2024 \\
+        [--local_dataset_path DIR_OR_FILES]
 
 DAPO's published file holds each problem 32 times, for ``val_kwargs.n=1``; here ``n`` is 32. Answers
 lose their leading zeros (025 is 25), as there: the scorer compares text. The data source is

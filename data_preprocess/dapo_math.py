@@ -1,7 +1,7 @@
 """DAPO-Math-17k (arXiv:2503.14476, section 3.5): 17,398 problems with integer answers, each once.
 
-    python -m data_preprocess.dapo_math --local_dir ~/data/dapo/dapo_math [--local_dataset_path
-    DIR_OR_FILES]
+    python -m data_preprocess.dapo_math --local_dir ~/data/dapo/dapo_math \\
+        [--local_dataset_path DIR_OR_FILES]
 
 The published file holds each problem about 100 times (1.79 million rows); it is read row by row and
 the first of each is kept. Copies of it that were cleaned by others, with a bare ``prompt``,

@@ -1,7 +1,8 @@
 """Geometry3K (Lu et al. 2021, arXiv:2105.04165), about 3,000 questions about figures, with the
 prompt of verl's script.
 
-python -m data_preprocess.geo3k --local_dir ~/data/geo3k [--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.geo3k --local_dir ~/data/geo3k \\
+        [--local_dataset_path DIR_OR_FILES]
 
 The hub's split ``validation`` is left out, as published.
 """

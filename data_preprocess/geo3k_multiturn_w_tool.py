@@ -1,8 +1,8 @@
 """Geometry3K for an agent with tools (``actor_rollout_ref.rollout.multi_turn``): the rows of
 ``data_preprocess.geo3k``.
 
-python -m data_preprocess.geo3k_multiturn_w_tool --local_dir ~/data/geo3k_tools
-[--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.geo3k_multiturn_w_tool --local_dir ~/data/geo3k_tools \\
+        [--local_dataset_path DIR_OR_FILES]
 
 Each row chooses the tools of ``data_preprocess.gsm8k_multiturn_w_tool``. verl's script of this name
 gives the policy a tool that tells it its own reward; none is given here.

@@ -1,7 +1,8 @@
 """GSM8K (Cobbe et al. 2021), 7,473 training and 1,319 test questions, with the prompt of verl's
 script.
 
-python -m data_preprocess.gsm8k --local_dir ~/data/gsm8k [--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.gsm8k --local_dir ~/data/gsm8k \\
+        [--local_dataset_path DIR_OR_FILES]
 """
 
 from __future__ import annotations

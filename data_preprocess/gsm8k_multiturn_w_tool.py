@@ -1,8 +1,8 @@
 """GSM8K for an agent with tools (``actor_rollout_ref.rollout.multi_turn``): the questions of
 ``data_preprocess.gsm8k``.
 
-python -m data_preprocess.gsm8k_multiturn_w_tool --local_dir ~/data/gsm8k_tools
-[--local_dataset_path DIR_OR_FILES]
+    python -m data_preprocess.gsm8k_multiturn_w_tool --local_dir ~/data/gsm8k_tools \\
+        [--local_dataset_path DIR_OR_FILES]
 
 Each row chooses the tools ``calculator`` and ``python`` of ``recipes/lab/tools.yaml``. verl's
 script of this name gives the policy a tool that tells it its own reward; none is given here.

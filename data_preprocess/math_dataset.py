@@ -1,8 +1,8 @@
 """MATH (Hendrycks et al. 2021), 7,500 training and 5,000 test problems, with the prompt of verl's
 script.
 
-    python -m data_preprocess.math_dataset --local_dir ~/data/math [--local_dataset_path
-    DIR_OR_FILES]
+    python -m data_preprocess.math_dataset --local_dir ~/data/math \\
+        [--local_dataset_path DIR_OR_FILES]
 
 Beyond verl's columns, ``extra_info`` keeps the problem, its solution, level and subject.
 """

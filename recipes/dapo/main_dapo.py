@@ -1,8 +1,10 @@
-"""DAPO (arXiv:2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping. See
-README.md.
+"""DAPO (arXiv:2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.
 
-python -m recipes.dapo.main_dapo key=value ...    DRY_RUN=1 in the environment only checks the
-configuration
+See README.md.
+
+    python -m recipes.dapo.main_dapo key=value ...
+
+``DRY_RUN=1`` in the environment only checks the configuration.
 """
 
 from core import command_line

@@ -1,9 +1,9 @@
 """GRPO from scratch: the whole algorithm in one file, on torch and transformers alone, to be read
 from top to bottom.
 
-    python -m recipes.lab.prepare                          once, a minute: makes the tiny base model
-    python -m recipes.grpo.from_scratch                    40 steps on the lab's hops task, minutes
-    on a laptop python -m recipes.grpo.from_scratch --steps 80 --seed 2
+    python -m recipes.lab.prepare              once, a minute: makes the tiny base model
+    python -m recipes.grpo.from_scratch        40 steps on the lab's hops task: minutes on a laptop
+    python -m recipes.grpo.from_scratch --steps 80 --seed 2
 
 GRPO (DeepSeekMath, arXiv:2402.03300) repeats one step: sample several answers to each of a few
 prompts, reward them, compare each answer with the others to its prompt, and make the tokens of the

@@ -1,10 +1,10 @@
-"""GRPO (DeepSeekMath, arXiv:2402.03300): advantages from the answers to one prompt, no critic. See
-README.md.
+"""GRPO (DeepSeekMath, arXiv:2402.03300): advantages from the answers to one prompt, no critic.
 
-The recipe overrides no hook; it is the core trainer with the configuration in ``config/grpo.yaml``.
+See README.md. The recipe overrides no hook: it is the core trainer with ``config/grpo.yaml``.
 
-    python -m recipes.grpo.main_grpo key=value ...    DRY_RUN=1 in the environment only checks the
-    configuration
+    python -m recipes.grpo.main_grpo key=value ...
+
+``DRY_RUN=1`` in the environment only checks the configuration.
 """
 
 from core import command_line

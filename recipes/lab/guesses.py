@@ -1,8 +1,8 @@
-"""The guessing task: a simulated user thinks of a letter, and says after each guess on which side
-of it the letter is.
+"""The guessing task: a simulated user thinks of a letter and answers each guess with its side.
 
-    f-n?     ->    #j     later     #l     earlier     #k          up to 15 letters in a range, four
-    guesses
+    f-n?     ->    #j     later     #l     earlier     #k
+
+A range has up to 15 letters, and a policy four guesses.
 
     python -m recipes.lab.guesses
 
@@ -29,11 +29,15 @@ from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/guesses"
 FOLDER = Path("outputs/lab/guesses")
-LETTERS, GUESSES, WIDTHS = string.ascii_lowercase, 4, range(8, 16)
-EARLIER, LATER, PUZZLED = "earlier", "later", "?"
+LETTERS = string.ascii_lowercase
+GUESSES = 4
+WIDTHS = range(8, 16)
+EARLIER = "earlier"
+LATER = "later"
+PUZZLED = "?"
 TEMPLATE = (
-    "{% for one in messages %}{{ one['content'] }}{% if one['role'] == 'assistant' %}<eos>{% "
-    "endif %}{% endfor %}"
+    "{% for one in messages %}{{ one['content'] }}"
+    "{% if one['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
 
 

@@ -1,10 +1,9 @@
-"""The sums task: products and sums that a tiny model cannot do in its head, and a calculator that
-it may call.
+"""The sums task: arithmetic that a tiny model cannot do in its head, and a calculator to call.
 
-    47*86+35=     ->    <tool_call>{"name": "calculator", "arguments": {"expression":
-    "47*86+35"}}</tool_call>
-                        <tool_response>4077</tool_response>
-                        #### 4077
+    47*86+35=
+    <tool_call>{"name": "calculator", "arguments": {"expression": "47*86+35"}}</tool_call>
+    <tool_response>4077</tool_response>
+    #### 4077
 
     python -m recipes.lab.sums
 

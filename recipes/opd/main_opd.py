@@ -1,8 +1,10 @@
-"""On-policy distillation: the student learns from a teacher's log-probs on its own answers. See
-README.md.
+"""On-policy distillation: the student learns from a teacher's log-probs on its own answers.
 
-python -m recipes.opd.main_opd key=value ...    DRY_RUN=1 in the environment only checks the
-configuration
+See README.md.
+
+    python -m recipes.opd.main_opd key=value ...
+
+``DRY_RUN=1`` in the environment only checks the configuration.
 """
 
 from core import command_line

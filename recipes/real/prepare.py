@@ -1,8 +1,8 @@
 """Prepare the real model and a task: the model's folder, and prompts to train on and to be held
 out.
 
-    python -m recipes.real.prepare [--task instructions|passages|arithmetic|search] [--data-only]
-    [--dtype bfloat16]
+    python -m recipes.real.prepare [--task instructions|passages|arithmetic|search] \\
+        [--data-only] [--dtype bfloat16]
 
 Writes ``outputs/real/model/`` and ``outputs/real/TASK/*.parquet``: ``train``, the held-out
 ``test``, the two controls of ``recipes/real/controls.py`` and what fine-tuning starts from. For

@@ -1,8 +1,8 @@
 """Demonstrations for fine-tuning: search episodes that a program plays with a real index, one
 search each.
 
-    python -m recipes.search_r1.demonstrations QUESTIONS.parquet --index DIR --model MODEL --out
-    DEMONSTRATIONS.parquet
+    python -m recipes.search_r1.demonstrations QUESTIONS.parquet \\
+        --index DIR --model MODEL --out DEMONSTRATIONS.parquet
 
 Questions are rows as those of training whose ``extra_info`` also has ``title`` and ``passage`` of
 the gold passage, as the corpus has it, and the ``answer`` to give. The query is the question

@@ -1,7 +1,8 @@
 """Search-R1 (arXiv:2503.09516): language models that learn to search. See README.md.
 
-python -m recipes.search_r1.main_search_r1 key=value ...    DRY_RUN=1 in the environment only checks
-the configuration
+    python -m recipes.search_r1.main_search_r1 key=value ...
+
+``DRY_RUN=1`` in the environment only checks the configuration.
 """
 
 from core import command_line

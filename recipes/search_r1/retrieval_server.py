@@ -1,7 +1,7 @@
 """Serve a retriever over HTTP.
 
-    python -m recipes.search_r1.retrieval_server --index DIR [--backend hnsw] [--corpus FILE]
-    [--port 8000]
+    python -m recipes.search_r1.retrieval_server --index DIR \\
+        [--backend hnsw] [--corpus FILE] [--port 8000]
 
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the
 published format, ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the

@@ -1,9 +1,11 @@
 """Rejection sampling: keep the answers of ``python -m core.evaluate`` that score well, as
 demonstrations.
 
-    python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl
-    data.val_files=TRAINING_QUESTIONS ... python -m core.evaluate score answers.jsonl python -m
-    recipes.sft.rejection answers.scores-NAME.jsonl --out kept.parquet [--least 1.0] [--most 4]
+    python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl \\
+        data.val_files=TRAINING_QUESTIONS ...
+    python -m core.evaluate score answers.jsonl
+    python -m recipes.sft.rejection answers.scores-NAME.jsonl --out kept.parquet \\
+        [--least 1.0] [--most 4]
     python -m recipes.sft.main_sft data.train_files=kept.parquet ...
 
 Token ids are kept as the policy wrote them, with the mask that leaves out what tools wrote. So an

@@ -1,9 +1,8 @@
 """Build an index that ``recipes/search_r1`` searches from a corpus of passages.
 
     python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl --index DIR --backend bm25
-    python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl.gz --index DIR --backend flat hnsw
-    \
-        --encoder intfloat/e5-base-v2 --device cuda
+    python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl.gz --index DIR \\
+        --backend flat hnsw --encoder intfloat/e5-base-v2 --device cuda
 
 The corpus is a file of JSON lines ``{"id", "contents"}``, plain or gzip, and is read as a stream. A
 second call goes on where the first was interrupted, and adds back ends to the folder.
