@@ -26,7 +26,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.files import file_sha256
 from core.tracking.loggers import progress
+from data_preprocess.schema import write_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -261,6 +262,19 @@ class WarmStart:
             link.symlink_to(folder.name)
             os.replace(link, root / "current")
         return folder
+
+
+def prepare_task(
+    recipe: WarmStart,
+    splits: Mapping[str, Sequence[Any]],
+    row: Callable[[Any, str, int], dict[str, Any]],
+    folder: Path,
+) -> Path:
+    """Write a task's questions as rows, make its base model, and return that model's folder."""
+    for split, questions in splits.items():
+        rows = [row(question, split, index) for index, question in enumerate(questions)]
+        write_rows(folder / f"{split}.parquet", rows)
+    return recipe.build(folder / "base")
 
 
 @contextmanager

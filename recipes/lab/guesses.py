@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from core.rollout.tools import BaseInteraction
-from data_preprocess.schema import make_row, write_rows
-from recipes.lab.base_model import Episode, Stretch, WarmStart
+from data_preprocess.schema import make_row
+from recipes.lab.base_model import Episode, Stretch, WarmStart, prepare_task
 from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/guesses"
@@ -56,65 +56,74 @@ class Riddle:
 
 
 class Thinker(BaseInteraction):
-    """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last
-    guess."""
+    """The user who thinks of the letter ``secret`` of an episode's facts.
+
+    They leave after the last guess.
+    """
 
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], *, secret: str, **facts: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         guess = messages[-1]["content"].strip().removeprefix("#")
-        made = sum(one["role"] == "assistant" for one in messages)
+        guesses = sum(message["role"] == "assistant" for message in messages)
         if guess == secret:
             return True, "", 1.0, {}
+        reply = LATER if guess < secret else EARLIER
         if len(guess) != 1 or guess not in LETTERS:
-            return made == GUESSES, PUZZLED, 0.0, {}
-        return made == GUESSES, LATER if guess < secret else EARLIER, 0.0, {}
+            reply = PUZZLED
+        return guesses == GUESSES, reply, 0.0, {}
 
 
 def splits(test: int = 200) -> dict[str, list[Riddle]]:
-    """Return every riddle there is, ``test`` of them held out, in an order that is the same on
-    every machine."""
-    places = (
-        (first, first + width - 1) for width in WIDTHS for first in range(len(LETTERS) - width + 1)
-    )
-    riddles = [Riddle(*ends, secret) for ends in places for secret in range(ends[0], ends[1] + 1)]
+    """Return every riddle, ``test`` of them held out, in the same order on every machine."""
+    riddles = []
+    for width in WIDTHS:
+        for first in range(len(LETTERS) - width + 1):
+            last = first + width - 1
+            riddles += [Riddle(first, last, secret) for secret in range(first, last + 1)]
     random.Random("guesses").shuffle(riddles)
     return {"train": riddles[test:], "test": riddles[:test]}
 
 
-def row(one: Riddle, split: str, index: int) -> dict[str, Any]:
+def row(riddle: Riddle, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema, which chooses the user and tells them the letter."""
-    secret = LETTERS[one.secret]
+    secret = LETTERS[riddle.secret]
     user = {"name": "thinker", "secret": secret}
-    chat = [{"role": "user", "content": one.prompt}]
+    chat = [{"role": "user", "content": riddle.prompt}]
     return make_row(
         DATA_SOURCE, chat, secret, "guessing", split=split, index=index, interaction_kwargs=user
     )
 
 
-def halving(one: Riddle) -> Iterator[int]:
+def halving(riddle: Riddle) -> Iterator[int]:
     """Yield the guesses of someone who halves what is left, until the letter is found."""
-    first, last, guess = one.first, one.last, -1
-    while guess != one.secret:
-        yield (guess := (first + last) // 2)
-        first, last = (guess + 1, last) if guess < one.secret else (first, guess - 1)
-
-
-def deaf(one: Riddle, rng: random.Random) -> Iterator[int]:
-    """Yield guesses within the range that no hint changes."""
-    for guess in rng.sample(range(one.first, one.last + 1), GUESSES):
+    first = riddle.first
+    last = riddle.last
+    guess = -1
+    while guess != riddle.secret:
+        guess = (first + last) // 2
         yield guess
-        if guess == one.secret:
+        if guess < riddle.secret:
+            first = guess + 1
+        else:
+            last = guess - 1
+
+
+def deaf(riddle: Riddle, rng: random.Random) -> Iterator[int]:
+    """Yield guesses within the range that no hint changes."""
+    for guess in rng.sample(range(riddle.first, riddle.last + 1), GUESSES):
+        yield guess
+        if guess == riddle.secret:
             return
 
 
-def episode(one: Riddle, guesses: Iterator[int], eos: str) -> list[Stretch]:
+def episode(riddle: Riddle, guesses: Iterator[int], eos: str) -> list[Stretch]:
     """Return the turns as they are played: none after the right guess, or after the last one."""
     stretches: list[Stretch] = []
     for number, guess in enumerate(guesses, start=1):
         stretches.append((f"#{LETTERS[guess]}{eos}", True))
-        if guess != one.secret and number < GUESSES:
-            stretches.append((one.hint(guess), False))
+        if guess != riddle.secret and number < GUESSES:
+            stretches.append((riddle.hint(guess), False))
     return stretches
 
 
@@ -157,10 +166,7 @@ RECIPE = GuessesRecipe()
 
 def prepare(folder: Path = FOLDER, recipe: GuessesRecipe = RECIPE) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
-    for split, riddles in splits().items():
-        rows = [row(riddle, split, index) for index, riddle in enumerate(riddles)]
-        write_rows(folder / f"{split}.parquet", rows)
-    return recipe.build(folder / "base")
+    return prepare_task(recipe, splits(), row, folder)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from data_preprocess.schema import make_row, write_rows
-from recipes.lab.base_model import Episode, Stretch, WarmStart
+from data_preprocess.schema import make_row
+from recipes.lab.base_model import Episode, Stretch, WarmStart, prepare_task
 from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/sums"
@@ -45,38 +45,39 @@ class Sum:
 
 
 def draw(rng: random.Random) -> Sum:
-    a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(11, 99)
+    a, b, c = (rng.randint(11, 99) for _ in range(3))
     return Sum(f"{a}*{b}+{c}", a * b + c)
 
 
 def sums(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterator[Sum]:
     """Return ``count`` different sums, none of ``without``, the same on every machine."""
-    rng, seen = random.Random(seed), set(without)
+    rng = random.Random(seed)
+    seen = set(without)
     while count:
-        one = draw(rng)
-        if one.expression not in seen:
-            seen.add(one.expression)
+        question = draw(rng)
+        if question.expression not in seen:
+            seen.add(question.expression)
             count -= 1
-            yield one
+            yield question
 
 
 def splits(train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
     tests = list(sums(test, "sums test"))
-    return {
-        "train": list(sums(train, "sums train", frozenset(one.expression for one in tests))),
-        "test": tests,
-    }
+    expressions = frozenset(question.expression for question in tests)
+    return {"train": list(sums(train, "sums train", expressions)), "test": tests}
 
 
-def row(one: Sum, split: str, index: int) -> dict[str, Any]:
+def row(question: Sum, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema, which chooses the calculator."""
     facts = {"split": split, "index": index, "tool_selection": ["calculator"]}
-    return make_row(DATA_SOURCE, one.prompt, str(one.value), "arithmetic", **facts)
+    return make_row(DATA_SOURCE, question.prompt, str(question.value), "arithmetic", **facts)
 
 
-def calling(one: Sum, eos: str) -> list[Stretch]:
-    call, said = f"{CALL[0]}{one.expression}{CALL[1]}{eos}", f"{ANSWER[0]}{one.value}{ANSWER[1]}"
-    return [(call, True), (said, False), (f"#### {one.value}{eos}", True)]
+def calling(question: Sum, eos: str) -> list[Stretch]:
+    """Return the turns of an answer that calls the calculator."""
+    call = f"{CALL[0]}{question.expression}{CALL[1]}{eos}"
+    reply = f"{ANSWER[0]}{question.value}{ANSWER[1]}"
+    return [(call, True), (reply, False), (f"#### {question.value}{eos}", True)]
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,7 @@ RECIPE = SumsRecipe()
 
 def prepare(folder: Path = FOLDER, recipe: SumsRecipe = RECIPE) -> Path:
     """Make what is missing in ``folder`` and return the base model's folder."""
-    for split, drawn in splits().items():
-        rows = [row(question, split, index) for index, question in enumerate(drawn)]
-        write_rows(folder / f"{split}.parquet", rows)
-    return recipe.build(folder / "base")
+    return prepare_task(recipe, splits(), row, folder)
 
 
 if __name__ == "__main__":
