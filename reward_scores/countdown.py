@@ -50,7 +50,8 @@ def read_ground_truth(ground_truth: Any) -> tuple[float, list[int]]:
     could reach or use."""
     if not isinstance(ground_truth, Mapping) or not {"target", "numbers"} <= set(ground_truth):
         raise ValueError(f"must hold target and numbers, got {ground_truth!r:.200}")
-    target, numbers = as_text(ground_truth["target"]), plain(ground_truth["numbers"])
+    target = as_text(ground_truth["target"])
+    numbers = plain(ground_truth["numbers"])
     if not isinstance(target, str) or not re.fullmatch(
         r"\s*[+-]?\d{1,300}(\.\d+)?([eE][+-]?\d\d?)?\s*", target
     ):

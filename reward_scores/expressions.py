@@ -138,7 +138,8 @@ def _agree(one: Value, other: Value, tolerance: float) -> bool:
     for value in (one, other):
         if tolerance and isinstance(value, Fraction) and value.denominator > MAX_DECIMALS:
             return False  # 3.14159265358979 is not pi
-    one, other = complex(one), complex(other)
+    one = complex(one)
+    other = complex(other)
     return cmath.isfinite(one) and cmath.isclose(one, other, rel_tol=tolerance)
 
 
@@ -151,7 +152,9 @@ def tokens(text: str, latex: bool = False) -> list[str]:
     functions = _MORE_FUNCTIONS if latex else _FUNCTIONS
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
-    text, at, found_tokens = text.strip(), 0, []
+    text = text.strip()
+    at = 0
+    found_tokens = []
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
@@ -196,7 +199,10 @@ class _Reader:
     factors are multiplied."""
 
     def __init__(self, found: Sequence[str], algebra: Any, latex: bool):
-        self.tokens, self.algebra, self.latex, self.at = found, algebra, latex, 0
+        self.tokens = found
+        self.algebra = algebra
+        self.latex = latex
+        self.at = 0
         self.functions = _MORE_FUNCTIONS if latex else _FUNCTIONS
 
     def peek(self) -> str:
@@ -323,7 +329,8 @@ class Values:
 
     def call(self, function: str, value: Value) -> Value:
         if function == "sqrt" and isinstance(value, Fraction) and value >= 0:
-            above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
+            above = math.isqrt(value.numerator)
+            below = math.isqrt(value.denominator)
             if above * above == value.numerator and below * below == value.denominator:
                 return Fraction(above, below)
         return _MORE_FUNCTIONS[function](value if function == "abs" else complex(value))

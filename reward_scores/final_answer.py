@@ -69,7 +69,8 @@ def last_closed_box(text: str) -> str | None:
 
 def _last_of(opening: re.Pattern[str], text: str) -> str | None:
     contents: list[str] = []
-    name, start = "", len(text)
+    name = ""
+    start = len(text)
     for box in list(opening.finditer(text))[: -MAX_BOXES - 1 : -1]:
         end = closing_brace(text, box.start(1)) if box[1] == "{" else box.end(1) - 1
         content = (
@@ -136,7 +137,8 @@ def read_line(line: str) -> str:
         formulas = list(_MATH.finditer(line))
         numbers = re.findall(r"(?<![\w.,])-?\$?\d[\d.,/]*(?:\\?%)?(?!\w)", masked)
         if stated:
-            line, masked = line[stated[-1].end() :], masked[stated[-1].end() :]
+            line = line[stated[-1].end() :]
+            masked = masked[stated[-1].end() :]
         elif formulas:
             return next(filter(None, formulas[-1].groups()))
         elif len(numbers) == 1 and _SENTENCE.match(masked):

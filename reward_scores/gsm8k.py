@@ -126,7 +126,8 @@ def canonical(number: Any) -> str | None:
         return None
     digits = text.replace(",", "").removeprefix("-")
     whole, _, fraction = digits.partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    whole = whole.lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
     return value if value == "0" or not text.startswith("-") else f"-{value}"
 

@@ -43,7 +43,9 @@ class RequestFailed(Exception):
 
     def __init__(self, kind: str, message: str, status: int = 0, wait_s: float = 0.0):
         super().__init__(message)
-        self.kind, self.status, self.wait_s = kind, status, wait_s
+        self.kind = kind
+        self.status = status
+        self.wait_s = wait_s
         self.failures: Counter[str] = Counter()
         self.may_pass = False
 
@@ -112,7 +114,8 @@ class HttpClient:
     """
 
     def __init__(self, name: str, options: HttpOptions):
-        self.name, self.options = name, options
+        self.name = name
+        self.options = options
         self.counts: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
         self._turns = asyncio.Semaphore(options.connections)
@@ -140,7 +143,8 @@ class HttpClient:
     def take_counts(self) -> Counter[str]:
         """Return the counts since the last call, from any thread."""
         now = Counter(self.counts)
-        new, self._taken = now - self._taken, now
+        new = now - self._taken
+        self._taken = now
         return new
 
     def close(self) -> None:
@@ -208,10 +212,12 @@ class HttpClient:
     def _pause(self, failure: RequestFailed, failures: Counter[str], begun: float) -> float | None:
         """Count a failed attempt; return the seconds before the next one, or None where there is
         none."""
-        options, now = self.options, time.monotonic()
+        options = self.options
+        now = time.monotonic()
         failures[failure.kind] += 1
         self.counts[failure.kind] += 1
-        failure.failures, failure.may_pass = failures, options.retried(failure, failures)
+        failure.failures = failures
+        failure.may_pass = options.retried(failure, failures)
         if not failure.may_pass:  # the server is there
             self._away_since = None
             return None
@@ -229,14 +235,16 @@ class HttpClient:
         """
         seconds = self.options.timeout_s
         failures: Counter[str] = Counter()
-        begun, answered = time.monotonic(), False
+        begun = time.monotonic()
+        answered = False
         while True:
             try:
                 with _failures(seconds):
                     async with self._turns, self._stream(method, url, body, seconds) as response:
                         if response.status_code != 200:
                             raise _of_status(response, await self._read(response))
-                        self._away_since, answered = None, True
+                        self._away_since = None
+                        answered = True
                         async for line in response.aiter_lines():
                             yield line
                 return

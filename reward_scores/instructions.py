@@ -120,7 +120,8 @@ def score(
         ValueError: the ground truth has no constraints, or one of an unknown kind.
     """
     constraints = read_constraints(ground_truth)
-    text, words = response.strip(), words_of(response)
+    text = response.strip()
+    words = words_of(response)
     if not words:
         return no_answer(followed=0.0, distinct=0.0, naive=0.0)
     kept = [CHECKS[kind][1](text, *arguments) for kind, *arguments in constraints]

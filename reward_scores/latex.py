@@ -148,7 +148,8 @@ def _piece(tokens: list[str], style: Style, depth: int) -> str:
             _argument(tokens, style, depth), _argument(tokens, style, depth)
         )
     if name in ("binom", "dbinom", "tbinom") and not style.unknown_commands:
-        above, below = _argument(tokens, style, depth), _argument(tokens, style, depth)
+        above = _argument(tokens, style, depth)
+        below = _argument(tokens, style, depth)
         return f"(({above})!/(({below})!(({above})-({below}))!))"
     if name == "sqrt":
         index = _option(tokens)

@@ -44,10 +44,8 @@ def score(
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
     if method not in PUBLISHED:
-        answer, equal = (
-            final_answer(response, True),
-            equivalent if method == "robust" else math_verify_equal,
-        )
+        answer = final_answer(response, True)
+        equal = equivalent if method == "robust" else math_verify_equal
         right = answer is not None and equal(answer, ground_truth)
         pred = None if answer is None else cleaned(answer)
     else:

@@ -44,10 +44,8 @@ def score(
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
     if method != "published":
-        answer, equal = (
-            final_answer(response),
-            equivalent if method == "robust" else math_verify_equal,
-        )
+        answer = final_answer(response)
+        equal = equivalent if method == "robust" else math_verify_equal
         return (
             no_answer()
             if answer is None

@@ -26,7 +26,8 @@ METHODS = ("published", "robust")
 EXAMPLES = tuple(example for example in unit_tests.EXAMPLES if isinstance(example[1], str))
 COUNTED = 10  # tests that count once one fails
 # Published limits of a test: in the run of all tests, and alone
-ALL_SECONDS, ONE_SECONDS = 5.0, 10.0
+ALL_SECONDS = 5.0
+ONE_SECONDS = 10.0
 _PREPARE = (
     Path(prime_source.__file__).read_text(encoding="utf-8")
     + """
@@ -134,7 +135,9 @@ def _run_all(
 ) -> dict[int, str]:
     """Run every test until one fails. Returns the tests' results by number."""
     found: dict[int, str] = {}
-    function, inputs, outputs = tests.get("fn_name"), tests["inputs"], tests["outputs"]
+    function = tests.get("fn_name")
+    inputs = tests["inputs"]
+    outputs = tests["outputs"]
     if not inputs:
         status = box.run(prime_source.HEAD + source if function else script, "", ALL_SECONDS).status
         return {} if status == "ok" else {0: "timeout" if status == "timeout" else "error"}
@@ -177,10 +180,8 @@ def _run(box: Sandbox, script: str, given: Any, wanted: Any, seconds: float) -> 
 
 def _call(box: Sandbox, source: str, function: str, given: str, wanted: str, seconds: float) -> str:
     try:
-        arguments, goal = (
-            [unit_tests.read_json(line) for line in given.split("\n")],
-            unit_tests.read_json(wanted),
-        )
+        arguments = [unit_tests.read_json(line) for line in given.split("\n")]
+        goal = unit_tests.read_json(wanted)
     except (ValueError, AttributeError):
         return "error"
     if arguments and isinstance(arguments[0], dict):

@@ -50,7 +50,8 @@ def score(
         raise ValueError(f"prime_math method={method!r}: must be one of {', '.join(METHODS)}")
     found, answer = match_answer(response)
     if method != "published" and (marked := final_answer(response)):
-        found, answer = True, marked
+        found = True
+        answer = marked
     right = _EQUAL[method](
         answer, str(plain(ground_truth) if method == "published" else as_text(ground_truth))
     )
@@ -69,10 +70,12 @@ def match_answer(text: str) -> tuple[bool, str]:
     for mark in _AFTER:
         at = text.lower().rfind(mark)
         if at >= 0:
-            found, text = True, text[:at].strip()
+            found = True
+            text = text[:at].strip()
     box = _last_box(text)
     if box:
-        found, text = True, box
+        found = True
+        text = box
     at = text.lower().rfind(". ")  # in lower case as published, where a letter may be longer
     text = text[:at].strip() if at >= 0 else text
     for mark in _VERBS:
@@ -92,7 +95,8 @@ def _last_box(text: str) -> str | None:
         start = text.rfind("\\fbox")
     if start < 0:
         return None
-    opening, end = text.find("{", start), closing_brace(text, start)
+    opening = text.find("{", start)
+    end = closing_brace(text, start)
     return None if end is None or opening < 0 else text[opening + 1 : end].strip()
 
 
@@ -110,7 +114,8 @@ def _math_equal(answer: str, gold: str, pi: float) -> bool:
     """Compare as text without case, spaces and brackets, or as numbers within 1e-4, a factor of 100
     allowed."""
     try:
-        given, wanted = _value(answer, pi), _value(gold, pi)
+        given = _value(answer, pi)
+        wanted = _value(gold, pi)
     except (ValueError, OverflowError):
         return False
     given = given[:MAX_CHARS]
@@ -129,11 +134,13 @@ def _math_equal(answer: str, gold: str, pi: float) -> bool:
 
 
 def _same_text_or_parts(given: str, wanted: str) -> bool:
-    bare_given, bare_wanted = given, wanted
+    bare_given = given
+    bare_wanted = wanted
     listed = given[:1] == "[" and given[-1:] == "]" and wanted[:1] != "("
     tupled = given[:1] == "(" and given[-1:] == ")" and wanted[:1] != "["
     if listed or tupled:
-        bare_given, bare_wanted = given.strip("[]()"), wanted.strip("[]()")
+        bare_given = given.strip("[]()")
+        bare_wanted = wanted.strip("[]()")
     if re.sub(r"[{}()]", "", bare_given) == re.sub(r"[{}()]", "", bare_wanted):
         return True
     enclosed = given[:1] in ("(", "[") and given[-1:] in (")", "]") and wanted

@@ -38,7 +38,8 @@ def prepared(source: str) -> tuple[str, bool, bool]:
 def as_function(source: str) -> str:
     """Return the script as published: in a function ``code`` behind many imports, its main guard
     taken away."""
-    lines, inside = [], False
+    lines = []
+    inside = False
     for line in _without_guard(source).split("\n"):
         imports = line.startswith(("from ", "import "))
         if not imports and not inside:

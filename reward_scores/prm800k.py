@@ -31,12 +31,14 @@ def grade_answer(given: str | None, gold: str) -> bool:
         return False
     if _hendrycks(gold) == _hendrycks(given):
         return True
-    gold, given = normalize(gold), normalize(given)
+    gold = normalize(gold)
+    given = normalize(given)
     if gold == given:
         return gold != ""  # of cm and inch, nothing is left of both
     if not given or not gold:
         return False
-    golds, givens = split_tuple(gold), split_tuple(given)
+    golds = split_tuple(gold)
+    givens = split_tuple(given)
     brackets_differ = len(golds) > 1 and (gold[0] != given[0] or gold[-1] != given[-1])
     if brackets_differ or len(golds) != len(givens):
         return False

@@ -103,7 +103,8 @@ def score(
     answer = extract(opened_tag(extra_info, "answer") + response, min_answers)
     if answer is None:
         return no_answer()
-    said, golds = normalize_answer(answer), targets(ground_truth)
+    said = normalize_answer(answer)
+    golds = targets(ground_truth)
     if method == "robust":
         said = plain_answer(answer)
         right = any(
@@ -198,7 +199,8 @@ def _normal_gold(gold: str) -> str:
 def _overlap(said: str, gold: str) -> float:
     """Return the harmonic mean of precision and recall over words; 0 where one of the two has
     none."""
-    words, wanted = Counter(said.split()), Counter(gold.split())
+    words = Counter(said.split())
+    wanted = Counter(gold.split())
     shared = sum((words & wanted).values())
     return 2 * shared / (words.total() + wanted.total()) if shared else 0.0
 

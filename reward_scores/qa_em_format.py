@@ -95,7 +95,8 @@ def structure_problem(text: str) -> str | None:
         return "Missing assistant marker"
     content = text[start.end() :]
     for tag in ("think", "search", "information", "answer"):
-        opened, closed = content.count(f"<{tag}>"), content.count(f"</{tag}>")
+        opened = content.count(f"<{tag}>")
+        closed = content.count(f"</{tag}>")
         if opened != closed:
             return f"Mismatch in {tag} tags: {opened} opening vs {closed} closing tags"
     state = "start"

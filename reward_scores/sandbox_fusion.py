@@ -77,7 +77,8 @@ class Server:
         """
         from reward_scores.http_client import HttpOptions
 
-        seconds, pauses = 2 * self.timeout + SPARE_SECONDS, (RETRY_SECONDS, LONGEST_SECONDS)
+        seconds = 2 * self.timeout + SPARE_SECONDS
+        pauses = (RETRY_SECONDS, LONGEST_SECONDS)
         more = {"largest_reply": LARGEST_REPLY, "retried": _may_pass}
         options = HttpOptions(seconds, self.give_up_s, *pauses, self.max_concurrent, **more)
         return _client(os.getpid(), self.url, options)
@@ -160,10 +161,8 @@ def score(
     tests = published_tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
-    end, spare = (
-        time.monotonic() + total_timeout_s,
-        min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s),
-    )
+    end = time.monotonic() + total_timeout_s
+    spare = min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
     results, problems = check(Server(**server, end=end, spare=spare), source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:
@@ -212,7 +211,8 @@ Result = tuple[bool | int, str]
 
 def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[Result], list[str]]:
     """Return every test's result, and the server's failures."""
-    inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+    inputs = list(tests["inputs"])
+    outputs = list(tests["outputs"])
     if len(inputs) != len(outputs):
         return [(-1, "input_output_mismatch")] * len(inputs), [
             f"{len(inputs)} inputs and {len(outputs)} outputs"
@@ -256,7 +256,8 @@ def read_answer(answer: Any, problem: str, wanted: str) -> Result:
         return -1, "api_error"
     if not isinstance(answer, Mapping):
         return -1, "unknown_api_state"
-    run, compilation = answer.get("run_result") or {}, answer.get("compile_result") or {}
+    run = answer.get("run_result") or {}
+    compilation = answer.get("compile_result") or {}
     match answer.get("status"):
         case "SandboxError":
             return -1, "sandbox_error"

@@ -38,7 +38,8 @@ def score(
     """
     if method not in METHODS:
         raise ValueError(f"short_answer method={method!r}: must be one of {', '.join(METHODS)}")
-    said, golds = qa_em.normalize_answer(response), qa_em.targets(ground_truth)
+    said = qa_em.normalize_answer(response)
+    golds = qa_em.targets(ground_truth)
     if not response.strip():
         return no_answer()
     right = any(qa_em.is_gold(said, response, gold) for gold in golds)

@@ -20,7 +20,8 @@ from reward_scores.normal_form import MAX_CHARS
 
 # What to call in the parent of the workers, so that each of them starts with the library imported
 # and warm
-SYMPY, MATH_VERIFY = "reward_scores.symbolic:warm_sympy", "reward_scores.symbolic:warm_math_verify"
+SYMPY = "reward_scores.symbolic:warm_sympy"
+MATH_VERIFY = "reward_scores.symbolic:warm_math_verify"
 
 
 def same_formula(one: str, other: str) -> bool:

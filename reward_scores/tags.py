@@ -15,7 +15,10 @@ def between(text: str, tag: str, one_line: bool = False) -> list[str]:
     ``one_line``."""
     if one_line:
         return [content for line in text.split("\n") for content in between(line, tag)]
-    opening, closing, found, at = f"<{tag}>", f"</{tag}>", [], 0
+    opening = f"<{tag}>"
+    closing = f"</{tag}>"
+    found = []
+    at = 0
     while True:
         start = text.find(opening, at)
         end = text.find(closing, start + len(opening)) if start >= 0 else -1

@@ -33,7 +33,8 @@ LONGEST_DICT = 1 << 18  # characters
 # Characters of a returned value, besides LONGER times those of the wanted one: to parse 4 MB of
 # small objects takes seconds, which nobody's deadline bounds. A right value is not LONGER: a
 # float's text has at most 24 characters
-SPARE_LENGTH, LONGER = 1 << 16, 32
+SPARE_LENGTH = 1 << 16
+LONGER = 32
 # A function's arguments come as literals; what it returned is printed as one, of exact built-in
 # types
 _CALL = """
@@ -142,13 +143,16 @@ def extract(response: str) -> str | None:
     is the program where a line of it looks like one.
     """
     found: dict[bool, str] = {}
-    fence, mark, lines = "", "", []
+    fence = ""
+    mark = ""
+    lines = []
     for line in response.splitlines():
         bare = line.strip()
         ticks = bare[: len(bare) - len(bare.lstrip("`"))]
         if not fence:
             if len(ticks) >= 3:
-                fence, lines = ticks, []
+                fence = ticks
+                lines = []
                 mark = bare[len(ticks) :].strip().partition(" ")[0].lower()
         elif len(ticks) >= len(fence) and bare == ticks:
             if mark in (*PYTHON, ""):
@@ -362,7 +366,8 @@ def call(
     lean on one another."""
     owner = "Solution()." if "class Solution" in source else ""
     with _digits(0):
-        given, size = repr(arguments), len(repr(wanted))
+        given = repr(arguments)
+        size = len(repr(wanted))
     ran = box.run(source + _CALL.replace("FUNCTION", f"{owner}{name}"), given, seconds, MODULE)
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
@@ -395,7 +400,8 @@ def agrees(same: Callable[[Any, Any], bool], given: Any, wanted: Any) -> bool:
 def same_output(given: str, wanted: str) -> bool:
     """Compare word by word, whatever the spaces between; numbers with a point or an exponent within
     TOLERANCE."""
-    words, goal = given.split(), wanted.split()
+    words = given.split()
+    goal = wanted.split()
     return len(words) == len(goal) and all(
         a == b or _close(a, b) for a, b in zip(words, goal, strict=True)
     )

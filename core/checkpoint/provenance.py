@@ -164,7 +164,8 @@ def _changes(saved: Provenance, run: Provenance) -> Iterator[Change]:
         unread = key.startswith("critic.") and not here.get("critic.enable")
         if unread or role == BOOKKEEPING:
             continue
-        before, after = there.get(key), here.get(key)
+        before = there.get(key)
+        after = here.get(key)
         same = before == after
         if key in saved.contents and key in run.contents:
             equal = saved.contents[key] == run.contents[key]

@@ -166,7 +166,8 @@ def fill(
 
 def local_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """Return this rank's part of a tensor that all ranks have whole, as a parameter is sharded."""
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 

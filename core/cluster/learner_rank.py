@@ -75,7 +75,8 @@ class LearnerRank(Models):
                 "sequence": sharing.ulysses_sequence_parallel_size,
                 "tensor": sharing.tensor_model_parallel_size,
             }
-            sizes, names = tuple(axes.values()), tuple(axes)
+            sizes = tuple(axes.values())
+            names = tuple(axes)
             mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)["sequence"]
         return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 
@@ -144,7 +145,8 @@ class LearnerRank(Models):
         All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote
         and put on disk.
         """
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         written = {}
         for name, part in self.trained.items():
             hashes = self.save_weights(name, part.module, Path(folder, name))

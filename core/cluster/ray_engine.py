@@ -203,7 +203,8 @@ class RayEngine:
             count = len(self._awaited)
             raise RuntimeError(f"{what} with {count} requests in flight: await or cancel them")
         # Calls of an actor with coroutines may overtake one another
-        aborts, self._aborts = self._aborts, []
+        aborts = self._aborts
+        self._aborts = []
         if aborts:
             ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.limit("generate"))
 

@@ -92,7 +92,8 @@ def connect(config: Config, device: torch.device) -> None:
         options["address"] = "local"  # and not another Ray of this machine
         options.setdefault("include_dashboard", False)
         if device.type == "cpu":  # more ranks than cores are slow, not impossible
-            trainer, part = config.trainer, config.actor_rollout_ref
+            trainer = config.trainer
+            part = config.actor_rollout_ref
             processes = trainer.nnodes * trainer.n_gpus_per_node
             if not part.hybrid_engine:
                 processes += part.rollout.nnodes * part.rollout.n_gpus_per_node
@@ -125,7 +126,8 @@ class Pool:
         self.nodes = section.nnodes
         self.per_node = section.n_gpus_per_node // gpus
         self.size = self.nodes * self.per_node
-        nnodes, n_gpus = section.nnodes, self.per_node * max(1, self.gpus)
+        nnodes = section.nnodes
+        n_gpus = self.per_node * max(1, self.gpus)
         self.keys = f"{key}.nnodes={nnodes} {key}.n_gpus_per_node={n_gpus}"
         self.groups: list[Any] = []
 
@@ -202,7 +204,8 @@ class RayProcesses:
     def __init__(
         self, config: Config, device: torch.device, *, learners: bool = True, **learner: Any
     ):
-        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+        trainer = config.trainer
+        rollout = config.actor_rollout_ref.rollout
         self.config = config
         self.device = device
         self.per_node = trainer.n_gpus_per_node
@@ -244,7 +247,8 @@ class RayProcesses:
 
     def _reserve(self) -> None:
         """Reserve the nodes of ranks and engines."""
-        trainer, part = self.config.trainer, self.config.actor_rollout_ref
+        trainer = self.config.trainer
+        part = self.config.actor_rollout_ref
         on_gpus = self.device.type == "cuda"
         home = None
         if self.ranks:

@@ -261,7 +261,8 @@ def check_hooks(
     for row in first.values():
         answer, score = known.get(row.data_source) or ("", Score(0.0))
         if row.style == MODEL_STYLE:
-            answer, score = "", model_score(0.0)
+            answer = ""
+            score = model_score(0.0)
         trajectory = trajectory_of_text(answer)
         shaped = shape_reward(score.keeping_raw(), trajectory)
         _check_result(shape_reward, shaped, Score, "shape_reward returns a Score")

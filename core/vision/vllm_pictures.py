@@ -44,10 +44,8 @@ def prepare(skeleton: nn.Module) -> dict[str, Any]:
         twin = import_module(f"{FAMILY}.image_processing_pil_qwen2_vl")
         name = f"{FAMILY}.image_processing_qwen2_vl"
         stand_in = ModuleType(name)
-        stand_in.Qwen2VLImageProcessor, stand_in.smart_resize = (
-            twin.Qwen2VLImageProcessorPil,
-            twin.smart_resize,
-        )
+        stand_in.Qwen2VLImageProcessor = twin.Qwen2VLImageProcessorPil
+        stand_in.smart_resize = twin.smart_resize
         sys.modules.setdefault(name, stand_in)
     model_module = import_module(f"vllm.model_executor.models.{module}")
     ModelRegistry.register_model(model, getattr(model_module, model))
@@ -67,14 +65,17 @@ def prepare(skeleton: nn.Module) -> dict[str, Any]:
 
 def engine_input(token_ids: Sequence[int], media: Pictures) -> Any:
     """Return what vLLM's ``add_request`` takes for ids whose placeholders are expanded."""
-    ids, pictures = list(token_ids), media.pictures
+    ids = list(token_ids)
+    pictures = media.pictures
     grid = torch.tensor([picture.grid for picture in pictures])
     pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in pictures])
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    names, places, at = [], [], 0
+    names = []
+    places = []
+    at = 0
     for picture in pictures:
         at = ids.index(picture.format.token_id, at)
         places.append(PlaceholderRange(offset=at, length=picture.tokens))

@@ -7,7 +7,8 @@ from core.config.schema import Config
 
 # Metrics that hold the length penalty
 SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")
-FILTERS, BUFFER = "algorithm.filter_groups", "reward_model.overlong_buffer"
+FILTERS = "algorithm.filter_groups"
+BUFFER = "reward_model.overlong_buffer"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 

@@ -45,7 +45,8 @@ EMPTY = "."
 ROWS, COLUMNS, CELL = 2, 2, 28  # cells, and pixels of a side: a cell is a token
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 ALPHABET = (*COLOURS, EMPTY, *"nam=#?01234")
-TRAIN, TEST = 4096, 400
+TRAIN = 4096
+TEST = 400
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Figure:
     @property
     def answer(self) -> str:
         """Return a colour or a number, empty where the question has no single answer of four."""
-        kind, about = self.question[0], self.question[1:]
+        kind = self.question[0]
+        about = self.question[1:]
         if kind == "n":
             return str(self.cells.count(about)) if self.cells.count(about) < 4 else ""
         if kind == "a":
@@ -89,7 +91,8 @@ class Figure:
             x = number % COLUMNS * CELL + rng.randint(2, CELL - 2 - size)
             y = number // COLUMNS * CELL + rng.randint(2, CELL - 2 - size)
             shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])
-            box, shape = (x, y, x + size, y + size), rng.choice(("disc", "square", "triangle"))
+            box = (x, y, x + size, y + size)
+            shape = rng.choice(("disc", "square", "triangle"))
             if shape == "disc":
                 draw.ellipse(box, fill=shade)
             elif shape == "square":

@@ -135,7 +135,8 @@ class HopsRecipe(WarmStart):
         tests = {question.key for question in held_out(self.test_questions, self.data_seed)}
         chains = self.task_steps * self.batch_size
         questions = draw_many(self.steps * self.batch_size, f"hops warm start {self.seed}", tests)
-        task, mixture = [], []
+        task = []
+        mixture = []
         for at, question in enumerate(questions):
             answer = question.chain if at < chains else self.mixture_answer(question, rng)
             episode = (question.prompt, [(answer + tokenizer.eos_token, True)])

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 SPACE = "Ġ"  # how a byte-level vocabulary spells a space
 ALPHABET = (*string.ascii_lowercase, *string.digits, SPACE, "=", "#")
 

@@ -72,7 +72,8 @@ class RayOPDTrainer(RayPPOTrainer):
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` to the estimator's times ``reward_weight`` plus each token's reward
         times ``coef``."""
-        keys, batch = self.config.distillation, super().compute_advantages(batch, metrics)
+        keys = self.config.distillation
+        batch = super().compute_advantages(batch, metrics)
         with metrics.time("teacher"):
             teacher_N = self.teacher_log_probs(batch)
         student_N = batch.old_log_probs if batch.has("old_log_probs") else batch.rollout_log_probs

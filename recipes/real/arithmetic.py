@@ -17,9 +17,11 @@ from data_preprocess.schema import make_row
 DATA_SOURCE = "real/arithmetic"
 # Of an operand. With 60, fine-tuning on 400 answers taught the form alone: the digits of a sum
 # stayed as good as drawn.
-LEAST, MOST = 2, 20
+LEAST = 2
+MOST = 20
 # Of 171; the others are those of reinforcement learning
-HELD_OUT_PAIRS, DEMONSTRATION_PAIRS = 40, 60
+HELD_OUT_PAIRS = 40
+DEMONSTRATION_PAIRS = 60
 PROMPTS = {"test": 200, "demonstrations": 400, "train": 640}
 NAMES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
@@ -74,7 +76,8 @@ def split_pairs() -> dict[str, list[Pair]]:
 def row(pair: Pair, split: str, index: int, rng: random.Random) -> dict[str, Any]:
     """Return a row in verl's schema: the pair in either order, an operation, and a wording."""
     operation = rng.choice(list(WORDING))
-    larger, smaller = max(pair), min(pair)
+    larger = max(pair)
+    smaller = min(pair)
     a, b = (larger, smaller) if operation == "minus" or rng.random() < 0.5 else (smaller, larger)
     value = a + b if operation == "plus" else a - b
     prompt = rng.choice(WORDING[operation]).format(a=words_of(a), b=words_of(b)) + ENDING
@@ -91,7 +94,8 @@ def row(pair: Pair, split: str, index: int, rng: random.Random) -> dict[str, Any
 def draw(pairs: Sequence[Pair], split: str, number: int) -> Iterator[dict[str, Any]]:
     """Yield ``number`` rows with different prompts, the same on every machine; every pair has its
     turn."""
-    rng, drawn = random.Random(f"arithmetic {split}"), set()
+    rng = random.Random(f"arithmetic {split}")
+    drawn = set()
     for pair in itertools.cycle(pairs):
         if len(drawn) == number:
             return

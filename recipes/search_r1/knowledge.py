@@ -137,7 +137,8 @@ def rng_for(purpose: str) -> random.Random:
 def draw(seed: int | str) -> KnowledgeBase:
     """Draw a knowledge base. Nobody is one's own boss."""
     rng = rng_for(f"knowledge {seed}")
-    people, relations = rng.sample(NAMES, PEOPLE), rng.sample(RELATIONS, RELATIONS_EACH)
+    people = rng.sample(NAMES, PEOPLE)
+    relations = rng.sample(RELATIONS, RELATIONS_EACH)
     facts = {
         (name, relation): rng.choice([other for other in people if other != name])
         for name in people
@@ -159,7 +160,8 @@ def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, l
 
 def row(question: Question, base: KnowledgeBase, split: str, index: int) -> dict[str, Any]:
     """Return the question as a row in verl's schema."""
-    gold, asked = {"target": [base.answer(question)]}, question.text
+    gold = {"target": [base.answer(question)]}
+    asked = question.text
     return make_row(
         base.source(question),
         question.prompt,
@@ -191,7 +193,8 @@ Stretch = tuple[str, bool]
 
 def queries(question: Question, base: KnowledgeBase) -> list[str]:
     """Return the queries that lead to the answer, in order."""
-    name, found = question.start, []
+    name = question.start
+    found = []
     for relation in question.relations:
         found.append(f"{relation} {name}")
         name = base.facts[name, relation]

@@ -118,7 +118,8 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.index.passages import RetrievalError
 
-    corpus, index = folder / "corpus.jsonl", folder / "index"
+    corpus = folder / "corpus.jsonl"
+    index = folder / "index"
     with locked(folder):
         knowledge.write(folder, seed, **options)
         try:

@@ -114,7 +114,9 @@ class RetrievalClient:
         ``empty``: queries for which the index itself found nothing.
         """
         counts = self._http.take_counts()
-        attempts, queries, searches = counts["attempts"], counts["queries"], counts["searches"]
+        attempts = counts["attempts"]
+        queries = counts["queries"]
+        searches = counts["searches"]
         failed = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
         values = {
             "searches": float(searches),

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from recipes.search_r1.config_schema import RetrieverConfig, SearchR1Config
     from recipes.search_r1.index.passages import Passage
 
-SEARCH, ANSWER = "search", "answer"
+SEARCH = "search"
+ANSWER = "answer"
 TAGS = ("think", "search", "information", "answer")
 STOP = (f"</{SEARCH}>", f"</{ANSWER}>")
 INVALID = (
@@ -36,7 +37,8 @@ INVALID = (
     "want to give the final answer, I should put the answer between <answer> and </answer>. Let "
     "me try again.\n"
 )
-BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
+BEFORE = "\n\n<information>"
+AFTER = "</information>\n\n"
 Retrieve = Callable[[list[str], int], Awaitable[list[list["Passage"]]]]
 
 

@@ -148,7 +148,8 @@ def keep(args: argparse.Namespace) -> str:
     kept."""
     rows = list(kept_rows(args.scores, args.least, args.most, args.by, args.seed))
     told = read_manifest(args.scores, "scores")
-    count, samples = told["questions"], told["samples"]
+    count = told["questions"]
+    samples = told["samples"]
     if not rows:
         rule = (
             f"none of {count * samples} answers has {args.by} of at least {args.least:g} and "

@@ -125,7 +125,9 @@ class Sandbox:
         seconds: float = math.inf,
         prelude: str = "",
     ):
-        self.limits, self.charged, begun = limits or Limits(), 0.0, time.monotonic()
+        self.limits = limits or Limits()
+        self.charged = 0.0
+        begun = time.monotonic()
         self.end = begun + seconds
         how = how or required_isolation()
         self._process = subprocess.Popen(
@@ -191,7 +193,8 @@ class Sandbox:
 
     def _ask(self, message: Any, deadline: float) -> Any:
         """Send a line of JSON and return the one that comes back. Raises SandboxError."""
-        descriptor, reply = self._process.stdout.fileno(), bytearray()
+        descriptor = self._process.stdout.fileno()
+        reply = bytearray()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()

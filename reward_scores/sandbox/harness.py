@@ -45,7 +45,8 @@ def main() -> None:
     box = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = [os.path.realpath(path) for path in sys.path[1:]]
     confine.die_with_parent()
-    shut_in, uid = box["mode"] != "none", confine.program_uid(box["mode"])
+    shut_in = box["mode"] != "none"
+    uid = confine.program_uid(box["mode"])
     if shut_in:
         confine.unshare(user=box["mode"] == "user_namespaces")
     if pid := os.fork():  # the child is the first process of the namespaces
@@ -93,9 +94,11 @@ def run(
     output_bytes: int,
 ) -> dict[str, Any]:
     """Run a program; see :class:`reward_scores.sandbox.Ran` for the answer."""
-    begun, given = time.monotonic(), _input_file(stdin.encode("utf-8", "surrogateescape"))
+    begun = time.monotonic()
+    given = _input_file(stdin.encode("utf-8", "surrogateescape"))
     pipes = [os.pipe(), os.pipe()]
-    ours, theirs = (pipes[0][0], pipes[1][0]), (given, pipes[0][1], pipes[1][1])
+    ours = (pipes[0][0], pipes[1][0])
+    theirs = (given, pipes[0][1], pipes[1][1])
     pid = os.fork()
     if pid == 0:
         _become(box, seconds, theirs, source, name)
@@ -110,7 +113,8 @@ def run(
     _, status, usage = os.wait4(pid, 0)
     for number in (*ours, ended):
         os.close(number)
-    used, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
+    used = usage.ru_utime + usage.ru_stime
+    code = os.waitstatus_to_exitcode(status)
     # The kernel's limit ended it
     if why != "output" and (used >= seconds or code == -signal.SIGXCPU):
         why = "timeout"
@@ -229,7 +233,8 @@ def _program(source: str, name: str) -> int:
 def _meet_expectations() -> None:
     """Let a program ask for a larger stack than it gets, and open its streams by the names that
     they have in /dev."""
-    set_limit, open_file = resource.setrlimit, io.open
+    set_limit = resource.setrlimit
+    open_file = io.open
 
     def set_limit_or_not(which: int, limits: Any) -> None:
         with contextlib.suppress(

@@ -21,7 +21,8 @@ import numpy as np
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint
 
-K1, B = 0.9, 0.4
+K1 = 0.9
+B = 0.4
 CHUNK = 20_000  # passages
 _WORD = re.compile(r"\w+")
 _POSSESSIVE = re.compile(r"['\u2019]s\b")
@@ -42,7 +43,8 @@ class Stems:
         self._known: dict[str, int] = dict.fromkeys(STOPWORDS_EN, -1)
 
     def __call__(self, text: str) -> list[int]:
-        known, numbers = self._known, []
+        known = self._known
+        numbers = []
         for word in _WORD.findall(_POSSESSIVE.sub("", text.lower())):
             number = known.get(word)
             if number is None:
@@ -190,7 +192,8 @@ class _Documents:
     """The passages' stems, one list at a time: bm25s iterates over them three times."""
 
     def __init__(self, stems: Path, lengths: Path, progress: Progress):
-        self._stems, self._progress = stems, progress
+        self._stems = stems
+        self._progress = progress
         self._lengths = np.fromfile(lengths, np.uint32)
 
     def __len__(self) -> int:

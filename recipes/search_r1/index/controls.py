@@ -17,7 +17,8 @@ class ControlRetriever:
     query; ``empty`` none."""
 
     def __init__(self, corpus: Corpus, backend: str):
-        self._corpus, self.backend = corpus, backend
+        self._corpus = corpus
+        self.backend = backend
         self.corpus_hash = corpus.hash
         self.fingerprint = fingerprint(backend, corpus.hash)
 

@@ -25,7 +25,10 @@ import numpy as np
 from core.files import write_atomic
 from recipes.search_r1.index.passages import Passage, RetrievalError
 
-ABOUT, OFFSETS, UNPACKED, SEEN = "corpus.json", "offsets.npy", "passages.jsonl", "corpus_seen.json"
+ABOUT = "corpus.json"
+OFFSETS = "offsets.npy"
+UNPACKED = "passages.jsonl"
+SEEN = "corpus_seen.json"
 # Called with the number of rows (or bytes) done since the last call
 Progress = Callable[[int], None]
 
@@ -42,7 +45,8 @@ def scan(source: Path, folder: Path, progress: Progress = no_progress) -> dict[s
     """
     folder.mkdir(parents=True, exist_ok=True)
     packed = source.suffix == ".gz"
-    digest, offsets = hashlib.sha256(), array.array("Q", [0])
+    digest = hashlib.sha256()
+    offsets = array.array("Q", [0])
     part = folder / f"{UNPACKED}.part"
     with _opened(source) as lines, open(part if packed else os.devnull, "wb") as copy:
         for number, line in enumerate(lines, 1):
@@ -96,7 +100,8 @@ class Corpus:
         return len(self._offsets) - 1
 
     def row(self, number: int) -> dict[str, Any]:
-        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
+        start = int(self._offsets[number])
+        end = int(self._offsets[number + 1])
         return json.loads(self._bytes[start:end])
 
     def passages(self, rows: Sequence[int], scores: Sequence[float]) -> list[Passage]:

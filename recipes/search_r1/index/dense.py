@@ -27,7 +27,8 @@ from recipes.search_r1.index.passages import (
     id_order,
 )
 
-VECTORS, ABOUT = "vectors.f32", "vectors.json"
+VECTORS = "vectors.f32"
+ABOUT = "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
 ADD = 65_536  # vectors given to faiss at a time
 HNSW_LINKS, HNSW_BUILD = 64, 200  # M of the published HNSW64; candidates while building
@@ -78,7 +79,8 @@ def _encoded(folder: Path, about: dict[str, Any]) -> tuple[int, float]:
     if not (folder / ABOUT).exists():
         return 0, 0.0
     found = read_json(folder / ABOUT)
-    rows, seconds = found.pop("rows"), found.pop("seconds")
+    rows = found.pop("rows")
+    seconds = found.pop("seconds")
     if found != about:
         differs = [name for name in about if found.get(name) != about[name]]
         raise RetrievalError(
@@ -137,7 +139,8 @@ class DenseRetriever:
     def __init__(self, path: Path, corpus: Corpus, encoder: Encoder, options: RetrieverOptions):
         self._index, self.backend = _opened(path, options.mmap)
         self._threads = options.threads
-        self._corpus, self._encoder = corpus, encoder
+        self._corpus = corpus
+        self._encoder = encoder
         if self._index.ntotal != len(corpus):
             raise RetrievalError(
                 f"{path}: {self._index.ntotal} vectors, the corpus has "
@@ -152,7 +155,8 @@ class DenseRetriever:
         if options.check_encoder:
             self._check_encoder(path)
         if self.backend == "flat" and options.gpu and _gpus():
-            self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
+            self._index = _on_gpus(self._index)
+            settings = {"dtype": "float16"}
         on_cpu = self.backend == "flat" and not settings
         # A view, which stays on disk where it is mapped
         self._vectors = _vectors(self._index) if on_cpu else None
@@ -283,7 +287,8 @@ def _on_gpus(index: Any) -> Any:
     import faiss
 
     options = faiss.GpuMultipleClonerOptions()
-    options.shard, options.useFloat16 = True, True
+    options.shard = True
+    options.useFloat16 = True
     return faiss.index_cpu_to_all_gpus(index, co=options)
 
 

@@ -139,7 +139,8 @@ class TransformerEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         self.settings = settings
-        self._torch, self._device = torch, device
+        self._torch = torch
+        self._device = device
         if threads:
             torch.set_num_threads(threads)
         self.dtype = dtype or ("float32" if device == "cpu" else "float16")
