@@ -1,5 +1,4 @@
-"""Rejection sampling: keep the answers of ``python -m core.evaluate`` that score well, as
-demonstrations.
+"""Rejection sampling: keep the answers that score well, as demonstrations.
 
     python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl \\
         data.val_files=TRAINING_QUESTIONS ...
@@ -55,9 +54,8 @@ def kept_rows(
         InputError: files that do not belong together, or questions that have changed.
     """
     answers, records, prompts = _matched(scores)
-    for (ordinal, group), record in zip(
-        groupby(answers, lambda one: one["ordinal"]), records, strict=True
-    ):
+    by_question = groupby(answers, lambda answer: answer["ordinal"])
+    for (ordinal, group), record in zip(by_question, records, strict=True):
         if variable not in record.values:
             raise InputError(
                 f"--by={variable}: {scores} has no such number; it has {', '.join(record.values)}"
@@ -90,9 +88,9 @@ def _row(prompt: Prompt, answer: Mapping[str, Any], value: float) -> dict[str, A
 
 def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[int, Prompt]]:
     """Return answers, a record of scores for each question, and the questions by their ordinals."""
-    told = read_manifest(scores, "scores")
-    source = scores.with_name(told["answers"])
-    if not source.is_file() or sha256_of(source) != told["answers_sha256"]:
+    scored = read_manifest(scores, "scores")
+    source = scores.with_name(scored["answers"])
+    if not source.is_file() or sha256_of(source) != scored["answers_sha256"]:
         raise InputError(
             f"{source}: is not the file that {scores.name} scores; score it anew, or restore it"
         )
@@ -101,15 +99,17 @@ def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[
         ValRecord.from_json(json.loads(line))
         for line in scores.read_text(encoding="utf-8").splitlines()
     ]
-    asked = [uid for (_, uid), _ in groupby(answers, lambda one: (one["ordinal"], one["uid"]))]
-    if asked != [record.uid for record in records]:
+    questions = groupby(answers, lambda answer: (answer["ordinal"], answer["uid"]))
+    if [uid for (_, uid), _ in questions] != [record.uid for record in records]:
         raise InputError(f"{scores}: its questions are not those of {source.name}; score it anew")
     return answers, records, _prompts(source, manifest)
 
 
 def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
-    """Read the questions anew. Raises InputError where one of them has other ids than when it was
-    answered."""
+    """Read the questions anew.
+
+    Raises InputError where one of them has other ids than when it was answered.
+    """
     # Imports torch and transformers, which no dry run needs
     from core.data.prompts import PromptFiles, load_val_prompts
     from core.learner.models import load_tokenizer
@@ -123,14 +123,12 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     prompts = load_val_prompts(PromptFiles(data, tokenizer))
     if questions_hash(prompts) != manifest["settings"]["prompts"]:
         rule = "the questions or their tokenizer are others than those that were answered"
-        raise InputError(
-            f"data.val_files={', '.join(data.val_files)}: {rule} ({source}); restore "
-            f"them, or answer anew"
-        )
+        files = ", ".join(data.val_files)
+        raise InputError(f"data.val_files={files}: {rule} ({source}); restore them, or answer anew")
     return {prompt.ordinal: prompt for prompt in prompts}
 
 
-def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]) -> None:
+def write(rows: Sequence[Mapping[str, Any]], path: Path, origin: Mapping[str, Any]) -> None:
     """Write the demonstrations and, beside them, the manifest of where they come from."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -138,89 +136,65 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-    head = {"kind": "demonstrations", "format": FORMAT, **told, "sha256": sha256_of(path)}
+    head = {"kind": "demonstrations", "format": FORMAT, **origin, "sha256": sha256_of(path)}
     head["session"] = run_manifest.session()
     write_manifest(path, head)
 
 
 def keep(args: argparse.Namespace) -> str:
-    """Write what is kept and return a line about it. Raises InputError, also where nothing is
-    kept."""
+    """Write what is kept and return a line about it.
+
+    Raises InputError, also where nothing is kept.
+    """
     rows = list(kept_rows(args.scores, args.least, args.most, args.by, args.seed))
-    told = read_manifest(args.scores, "scores")
-    count = told["questions"]
-    samples = told["samples"]
+    manifest = read_manifest(args.scores, "scores")
+    questions = manifest["questions"]
+    answers = questions * manifest["samples"]
     if not rows:
-        rule = (
-            f"none of {count * samples} answers has {args.by} of at least {args.least:g} and "
-            f"ends by itself"
-        )
-        raise InputError(
-            f"--least={args.least:g}: {rule}; lower it, or draw more answers a question"
-        )
+        rule = f"none of {answers} answers has {args.by} of at least {args.least:g} and ends"
+        fix = "lower it, or draw more answers a question"
+        raise InputError(f"--least={args.least:g}: {rule} by itself; {fix}")
     chosen = {name: getattr(args, name) for name in ("by", "least", "most", "seed")}
-    source = {
-        name: told[name]
-        for name in ("recipe", "model", "scorers", "answers", "answers_sha256", "data")
-    }
+    copied = ("recipe", "model", "scorers", "answers", "answers_sha256", "data")
+    source = {name: manifest[name] for name in copied}
     write(rows, args.out, {"chosen": chosen, **source, "rows": len(rows)})
     answered = len({row["uid"] for row in rows})
-    return (
-        f"{args.out}: {len(rows)} of {count * samples} answers kept, to {answered} of {count} "
-        f"questions"
+    kept = f"{len(rows)} of {answers} answers kept, to {answered} of {questions} questions"
+    return f"{args.out}: {kept}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.sft.rejection",
+        description="Keep the answers that score well, as demonstrations for recipes.sft.main_sft.",
     )
+    add = parser.add_argument
+    scores = "The file that python -m core.evaluate score wrote."
+    add("scores", type=Path, metavar="SCORES.jsonl", help=scores)
+    add("--out", type=written_here, required=True, help="The file to write, ending in .parquet.")
+    by = "The number that decides (default %(default)s): acc, reward, or a part of it."
+    add("--by", default="acc", help=by)
+    least = "The least number that is kept (default %(default)s)."
+    add("--least", type=float, default=1.0, help=least)
+    most = "The most answers to keep of a question (default: all different ones)."
+    add("--most", type=int, help=most)
+    seed = "Decides which ones, where there are more (default %(default)s)."
+    add("--seed", type=int, default=1, help=seed)
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 for bad input."""
-    described = (
-        "Keep the answers that score well, as demonstrations for python -m recipes.sft.main_sft."
-    )
-    parser = argparse.ArgumentParser(prog="python -m recipes.sft.rejection", description=described)
-    add = parser.add_argument
-    add(
-        "scores",
-        type=Path,
-        metavar="SCORES.jsonl",
-        help="The file that python -m core.evaluate score wrote.",
-    )
-    add("--out", type=written_here, required=True, help="The file to write, ending in .parquet.")
-    add(
-        "--by",
-        default="acc",
-        help="The number that decides (default %(default)s): acc, reward, or a part of it.",
-    )
-    add(
-        "--least",
-        type=float,
-        default=1.0,
-        help="The least number that is kept (default %(default)s).",
-    )
-    add(
-        "--most",
-        type=int,
-        help="The most answers to keep of a question (default: all different ones).",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1,
-        help="Decides which ones, where there are more (default %(default)s).",
-    )
-    args = parser.parse_args(arguments)
+    args = _parse(arguments)
     try:
         if args.out.suffix != ".parquet":
             raise InputError(f"--out={args.out}: must end in .parquet")
         if args.most is not None and args.most < 1:
-            raise InputError(
-                f"--most={args.most}: must be at least 1; leave it out to keep all "
-                f"different answers"
-            )
+            fix = "leave it out to keep all different answers"
+            raise InputError(f"--most={args.most}: must be at least 1; {fix}")
         if is_dry_run():
-            print(
-                f"dry run: it would read {args.scores} and the answers beside it, and write "
-                f"{args.out}"
-            )
+            source = f"{args.scores} and the answers beside it"
+            print(f"dry run: it would read {source}, and write {args.out}")
             return 0
         print(keep(args))
         return 0
