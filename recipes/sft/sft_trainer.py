@@ -40,9 +40,11 @@ class RaySFTTrainer(Trainer):
         return PromptStream(data, files, self.config.trainer.seed, keeps_tail=True)
 
     def longest(self) -> dict[str, tuple[int, int]]:
-        """Return the tokens of the longest demonstration, which nothing follows, and of the longest
-        question."""
-        return {**super().longest(), "data.train_files": (self.stream.files.longest, 0)}
+        """Return the longest demonstration, which nothing follows, and the longest question."""
+        longest = super().longest()
+        if self.stream is not None:  # answers alone have no demonstrations
+            longest["data.train_files"] = (self.stream.files.longest, 0)
+        return longest
 
     def fit(self) -> None:
         """Train to the last step. Each iteration trains on a batch of demonstrations."""
