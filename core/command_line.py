@@ -79,6 +79,9 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
     Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
+    # OpenMP reads it when torch loads. Threads that spin for each other took three times as long on
+    # cores with other work, and the result is the same to the bit
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         work(trainer, prepare(recipe, sys.argv[1:], trainer))
     except KeyboardInterrupt:

@@ -7,9 +7,8 @@
 #   [key=value ...]                                                       -> keys
 
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
-# OpenMP threads that spin at a barrier block each other beside another process. Memory
-# that goes back to the system after every operation is cleared page by page when it is needed again: an eighth of an update.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# Memory that goes back to the system after every operation is cleared page by page when it is needed again: an eighth
+# of an update.
 keep=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=67108864
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:$keep}"
 export REAL_DEVICE="${REAL_DEVICE:-cpu}" # REAL_DEVICE=cuda takes a GPU

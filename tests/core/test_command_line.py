@@ -3,6 +3,8 @@ the first step."""
 
 from __future__ import annotations
 
+import os
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -199,3 +201,15 @@ def test_a_ctrl_c_before_the_first_step_is_a_line(tmp_path, capsys, monkeypatch)
         command_line.main("grpo", trainer="core.ray_trainer:RayPPOTrainer")
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 130 and "before the first step" in line
+
+
+def test_threads_wait_passively_unless_the_user_says_otherwise(monkeypatch, capsys):
+    """On a busy laptop spinning threads made a lab of a minute take eleven."""
+    monkeypatch.setattr("sys.argv", ["main_grpo", "--help", "first"])
+    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.setenv("OMP_WAIT_POLICY", before or "")
+        if before is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        with pytest.raises(SystemExit):
+            command_line.main("grpo")
+        assert os.environ["OMP_WAIT_POLICY"] == after
