@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,11 +40,16 @@ def minutes(numbers: Numbers) -> str:
 
 def fill(template: str, table: Table, numbers: Numbers, **values: object) -> str:
     """Return a template of this folder, filled."""
+    return environment().get_template(template).render(table=table, numbers=numbers, **values)
+
+
+def environment() -> Environment:
+    """Return what fills the templates of this folder."""
     options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
-    environment.filters |= {"interval": interval, "number": number, "minutes": minutes}
-    return environment.get_template(template).render(table=table, numbers=numbers, **values)
+    made_of = Environment(loader=loader, undefined=StrictUndefined, **options)
+    made_of.filters |= {"interval": interval, "number": number, "minutes": minutes}
+    return made_of
 
 
 def render(table: Table, numbers: Numbers) -> str:
@@ -62,6 +68,35 @@ def forest(table: Table, numbers: Numbers) -> str:
     drawn = {"gaps": gaps, "papers": papers, "low": low, "high": max(ends)}
     drawn["x"] = lambda value: round(12 + scale * (value - low), 1)
     return fill("forest.svg.jinja", table, numbers, **drawn)
+
+
+def statements_picture(made: Sequence[Made]) -> str:
+    """Return the statements of all tables with their verdicts as a picture, one below the other."""
+    rows = []
+    for table, numbers in made:
+        for each in table.statements:
+            pair = each.row, each.against, each.measure
+            rows.append(
+                {
+                    "verdict": table.verdict(numbers, each),
+                    "table": f"{table.paper.title}, {table.paper.table}",
+                    "lines": textwrap.wrap(each.says, 56, max_lines=2, placeholder=" …"),
+                    "here": table.gap(numbers, *pair),
+                    "paper": table.paper_gap(*pair),
+                }
+            )
+    counts = Counter(row["verdict"] for row in rows)
+    ends = [abs(end) for row in rows for end in (row["here"].low, row["here"].high)]
+    ends += [abs(row["paper"]) for row in rows if row["paper"] is not None]
+    reach = max(ends, default=1.0)
+    values = {
+        "rows": rows,
+        "summary": "Statements of papers: "
+        + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()),
+        "reach": f"{reach:.0f}",
+        "x": lambda value: round(210 + 194 * value / reach, 1),
+    }
+    return environment().get_template("statements.svg.jinja").render(**values)
 
 
 def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) -> str:
@@ -137,6 +172,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     for table, numbers in tables:
         yield PAGES / f"{table.id}.md", render(table, numbers)
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
+    yield PAGES.parent / "statements.svg", statements_picture(tables)
     yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
     yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", headlines=True))
     yield with_lines(ROOT / "recipes" / "README.md", paper_lines(ROOT / "recipes"))
