@@ -188,8 +188,8 @@ class LearnerConfig(Sharing):
 class ActorConfig(LearnerConfig):
     loss_agg_mode: LossAggMode = key("token-mean", "how losses become one number", AGGREGATES)
     clip_ratio: ClipLow = key(0.2, "distance from 1 at which the ratio is clipped", ONE_BOUND)
-    clip_ratio_low: NonNegative | None = key(None, "lower bound's", follows=f"{ACTOR}.clip_ratio")
-    clip_ratio_high: NonNegative | None = key(None, "upper bound's", follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_low: NonNegative | None = key(None, "distance below", follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_high: NonNegative | None = key(None, "distance above", follows=f"{ACTOR}.clip_ratio")
     clip_ratio_c: AboveOne = key(3.0, "bound of the ratio at a negative advantage (dual clip)")
     entropy_coeff: float = key(0.0, "coefficient of the entropy, which the loss rewards")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
