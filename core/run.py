@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import yaml
 
 from core.algorithm.kl import KLController
@@ -49,7 +47,7 @@ from core.types import StepMetrics
 
 if TYPE_CHECKING:
     from core.cluster.workers import Workers
-    from core.config.schema import Config, TrainerConfig
+    from core.config.schema import Config
     from core.data.prompts import PromptStream
 
 log = logging.getLogger(__name__)
@@ -497,10 +495,3 @@ class Run:
             f"stopped after step {self.step}, {saved}: {text}; the last healthy step is "
             f"{self.health.last_healthy_step}, trainer.resume_from_path goes back to one"
         )
-
-
-def prepare_torch(trainer: TrainerConfig) -> torch.device:
-    """Set threads and seeds, and return the device. On a CPU equal ones repeat a run exactly."""
-    torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
-    run_state.seed_generators(trainer.seed)
-    return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))

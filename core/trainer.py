@@ -8,13 +8,15 @@ the :class:`core.run.Run` that a trainer holds.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.config.schema import Config
+from core.checkpoint.run_state import seed_generators
+from core.config.schema import Config, TrainerConfig
 from core.data.prompts import PromptFiles, PromptStream, load_val_prompts
 from core.data.vocabulary import policy_template, with_template_date
 from core.engines.engine import SamplingParams, make_engine, sampling_params
@@ -35,7 +37,7 @@ from core.rollout.agent_loop import (
 )
 from core.rollout.barrier import Barrier
 from core.rollout.collect import results_of
-from core.run import LoopState, Run, prepare_torch
+from core.run import LoopState, Run
 from core.tracking.loggers import progress
 from core.tracking.metrics import BusyClock
 from core.tracking.tracker import generation_rows
@@ -390,3 +392,10 @@ class Trainer:
         tracker.log_samples(step, rows, is_last)
         printed_answers = self.config.reward_model.val_num_examine
         tracker.show(step, rows, printed_answers, "validation_data_dir")
+
+
+def prepare_torch(trainer: TrainerConfig) -> torch.device:
+    """Set threads and seeds, and return the device. On a CPU equal ones repeat a run exactly."""
+    torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
+    seed_generators(trainer.seed)
+    return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
