@@ -39,7 +39,9 @@ def run_plain(prompt, client):
 class Playing:
     """Episodes of an agent with a scripted policy; ``turns`` are its texts, or made by request."""
 
-    def __init__(self, agent, turns, *options, entry="run", chat=CHAT, hold=False):
+    def __init__(
+        self, agent, turns, *options, entry="run", chat=CHAT, hold=False, ground_truth="4"
+    ):
         running["agent"] = agent
         chosen = [f"{AGENT}.path={__name__}:{entry}"] if agent else []
         lengths = ["data.max_prompt_length=1000", "data.max_response_length=2000"]
@@ -52,7 +54,7 @@ class Playing:
         if hold:
             self.sampler.barrier.holds = frozenset(["tools"])
         ids = tuple(self.words.encode(chat[-1]["content"], add_special_tokens=False))
-        self.prompt = Prompt(0, "q", ids, chat, "4", "test", {"level": 2})
+        self.prompt = Prompt(0, "q", ids, chat, ground_truth, "test", {"level": 2})
 
     def trajectories(self, count=1):
         limits = EpisodeLimits(2000, 2000)
