@@ -1,6 +1,7 @@
 """This rank's part of the models that several processes share.
 
-Passes and updates are those of :mod:`core.learner.learner`. :mod:`core.cluster.fsdp` shards models.
+Passes and updates are those of :mod:`core.learner.step_models`. :mod:`core.cluster.fsdp` shards
+models.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ from core.cluster.fsdp import (
 )
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner import saving
-from core.learner.learner import Models
 from core.learner.lora import has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import load_tokenizer
 from core.learner.passes import probe_ids, probe_log_probs
+from core.learner.step_models import Models, fsdp_config
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.training_keys import Sharing
 
 
-class LearnerRank(Models):
-    """This rank's part of the models, for the phases of a step on the rank's share of a batch.
+class ShardedModels:
+    """This rank's parts of the models: a :class:`core.learner.step_models.Placement`.
 
-    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. The
-    process group exists before, and all ranks call the same methods in the same order.
+    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model.
     """
 
-    def __init__(self, config: Config, device: torch.device, **learner: Any):
-        self.lead = dist.get_rank() == 0
-        super().__init__(config, device, **learner)
-        self.parts = {**self.trained, **self.frozen}
+    def __init__(self, config: Config, device: torch.device):
+        self.config = config
+        self.device = device
+        # Model name -> a copy of the model without values, for the names and shapes of its weights
+        self.skeletons: dict[str, nn.Module] = {}
 
-    def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
+    def place(self, name: str, load: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
         """Shard a model without weights and fill it. A copy is kept for names and exports."""
-        config = self.fsdp[name]
-        source = make(False) if self.lead else None
-        module = make(True)
+        config = fsdp_config(self.config, name)
+        source = load(False) if dist.get_rank() == 0 else None
+        module = load(True)
         self.skeletons[name] = copy.deepcopy(module)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
@@ -81,14 +82,13 @@ class LearnerRank(Models):
         return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 
     @contextmanager
-    def at_work(self, name: str, *, updates: bool = False) -> Iterator[None]:
+    def at_work(self, name: str, part: Any, *, updates: bool) -> Iterator[None]:
         """Have a model on the device during a phase, and its optimizer if the phase ``updates``.
 
         Both are brought there, and back, where ``param_offload`` and ``optimizer_offload`` keep
         them in host memory.
         """
-        part = self.parts[name]
-        config = self.fsdp[name]
+        config = fsdp_config(self.config, name)
         if config.param_offload:
             part.module.to(self.device)
         if config.optimizer_offload and updates:
@@ -99,18 +99,33 @@ class LearnerRank(Models):
         finally:
             if config.param_offload:
                 part.module.to("cpu")
-            if config.optimizer_offload and name in self.trained:
+            if config.optimizer_offload and updates:
                 move_state(part.stepper.optimizer, torch.device("cpu"))
             if config.param_offload or config.optimizer_offload:
                 torch.cuda.empty_cache()
+
+
+class LearnerRank:
+    """This rank's part of the models, what engines get of them, and their checkpoints.
+
+    The process group exists before, and all ranks call the same methods in the same order.
+    """
+
+    def __init__(self, config: Config, device: torch.device, **learner: Any):
+        self.config = config
+        self.device = device
+        self.lead = dist.get_rank() == 0
+        sharded = ShardedModels(config, device)
+        self.skeletons = sharded.skeletons
+        self.models = Models(config, device, placement=sharded, **learner)
 
     # -- weights for engines ---------------------------------------------------------------------
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
-        ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
-        with self.at_work("actor"):
-            return ids, probe_log_probs(self.actor)
+        ids = probe_ids(self.models.actor.module.config.get_text_config().vocab_size)
+        with self.models.at_work("actor"):
+            return ids, probe_log_probs(self.models.actor)
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
         """Return the policy's weights without values, as an engine of this dtype gets them."""
@@ -130,7 +145,7 @@ class LearnerRank(Models):
         dtypes = {weight.names[0]: weight.dtype for weight in weights}
 
         def whole_weights() -> Iterator[Tensor]:
-            for name, value in merged_weights(self.actor.module):
+            for name, value in merged_weights(self.models.actor.module):
                 if name in dtypes:
                     yield gathered(value, dtypes[name], self.device)
 
@@ -148,7 +163,7 @@ class LearnerRank(Models):
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         written = {}
-        for name, part in self.trained.items():
+        for name, part in self.models.trained.items():
             hashes = self.save_weights(name, part.module, Path(folder, name))
             written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
             states = {}  # of the optimizer: all tensors of a weight, by one rank in rotation
@@ -191,7 +206,7 @@ class LearnerRank(Models):
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""
-        for name, part in self.trained.items():
+        for name, part in self.models.trained.items():
             saved = Path(folder, name)
             skeleton = self.skeletons[name]
             whole = None
@@ -201,7 +216,8 @@ class LearnerRank(Models):
                 whole = copy.deepcopy(skeleton).to_empty(device="cpu")
                 whole.tie_weights()
                 saving.load_weights(whole, saved)
-            device = torch.device("cpu") if self.fsdp[name].offload_policy else self.device
-            with self.at_work(name, updates=True):
+            offloads = fsdp_config(self.config, name).offload_policy
+            device = torch.device("cpu") if offloads else self.device
+            with self.models.at_work(name, updates=True):
                 fill(part.module, whole, self.device, everything=False)
                 saving.load_optimizer(part, saved, functools.partial(rank_part, device=device))

@@ -107,6 +107,10 @@ class LearnerProcess(Process):
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.learner, method)(*arguments)
 
+    def update(self, method: str, *arguments: Any) -> dict[str, float]:
+        """Take the optimizer steps of the policy or the critic."""
+        return getattr(self.learner.models, method)(*arguments)
+
     def run_pass(
         self, method: str, batch: TrainBatch, replies: bool, *arguments: str
     ) -> list[np.ndarray] | None:
@@ -114,7 +118,7 @@ class LearnerProcess(Process):
 
         Ranks that share the sequences have the same result, so only one of them ``replies``.
         """
-        results = getattr(self.learner, method)(batch, *arguments)
+        results = getattr(self.learner.models, method)(batch, *arguments)
         if not replies:
             return None
         results = results if isinstance(results, tuple) else (results,)

@@ -140,7 +140,7 @@ class RayWorkers(RayProcesses):
         calls = {}
         for rank in range(self.ranks):
             calls[rank_name(rank)] = (phase, sent[rank // part.together], lr_multiplier)
-        return self.watch.call(phase, "call", calls)[0]
+        return self.watch.call(phase, "update", calls)[0]
 
     # -- weights ---------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from core.data.vocabulary import known_ids
 from core.engines.engine import RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
-from core.learner.learner import Models
 from core.learner.lora import merged_weights
 from core.learner.models import load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_model, save_optimizer
+from core.learner.step_models import Models
 from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch
 

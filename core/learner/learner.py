@@ -1,4 +1,4 @@
-"""The models that a step reads and trains: policy, critic, and frozen ones such as the reference.
+"""The updates of the policy and the critic.
 
 :class:`Actor` and :class:`Critic` take an optimizer step for each mini-batch. Memory may allow only
 micro-batches at a time. The ``loss_weight`` of a token was computed over its whole mini-batch, so
@@ -7,14 +7,11 @@ micro-batch losses and gradients sum to those of the mini-batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,15 +24,12 @@ from core.algorithm.sequences import count_by_sequence
 from core.config import registry
 from core.errors import UnhealthyRun
 from core.learner.batching import split_zero_gradient
-from core.learner.lora import add_adapters
-from core.learner.models import compute_dtype, load_critic, load_policy
-from core.learner.passes import BasePolicy, LearnerModel, Policy, training_size, whole_tensor
+from core.learner.passes import LearnerModel, Policy, training_size, whole_tensor
 from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.training_keys import ActorConfig, CriticConfig, ModelConfig, Sharing
+    from core.config.training_keys import ActorConfig, CriticConfig
 
 # Fields of a batch that a pass for log-probs or values reads
 PASS_READS = ("input_ids", "response_mask", "group")
@@ -377,147 +371,3 @@ class Critic(LearnerModel):
         step_sums.value("vf_loss", float(loss.detach()), counts=False)
         step_sums.tokens({**stats, "vpred_mean": values_N}, mask_N)
         return loss
-
-
-class Models:
-    """Policy, critic and frozen models, whole in this process, for the phases of a step.
-
-    ``known_token_ids`` marks the ids that the tokenizer has
-    (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is float32 except in tests.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        *,
-        needs_ref: bool,
-        needs_critic: bool,
-        known_token_ids: np.ndarray | None = None,
-        master_dtype: torch.dtype = torch.float32,
-    ):
-        self.config = config
-        self.device = device
-        self.master_dtype = master_dtype
-        # Model name -> module that gives the names and shapes of its weights. Here it is the model
-        # itself; if ranks shard the model, it is a copy without values.
-        self.skeletons: dict[str, nn.Module] = {}
-        roles = config.actor_rollout_ref
-        # With adapters the reference is the policy without them
-        ref = roles.actor if roles.model.lora_rank else roles.ref
-        self.fsdp = {
-            "actor": roles.actor.fsdp_config,
-            "critic": config.critic.model.fsdp_config,
-            "ref": ref.fsdp_config,
-        }
-        policy = self.place("actor", self.new_policy, roles.actor)
-        self.actor = Actor(
-            policy,
-            roles.actor,
-            bypass=config.algorithm.rollout_correction.bypass_mode,
-            # Greedy decoding has temperature 0; its log-probs are those at 1, as in the engines
-            temperature=roles.rollout.temperature or 1.0,
-            known_token_ids=known_token_ids,
-            **self.computing("actor", roles.actor),
-        )
-        self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
-        self.frozen: dict[str, Policy] = {}
-        if needs_ref:
-            self.frozen["ref"] = self.make_reference(policy, known_token_ids)
-        for role, frozen_config in config.frozen_models.items():
-            self.fsdp[role] = roles.ref.fsdp_config.replace(dtype=frozen_config.dtype)
-
-            def load(on_meta: bool, model: ModelConfig = frozen_config.model) -> nn.Module:
-                return load_policy(model, master_dtype, on_meta=on_meta)
-
-            self.frozen[role] = Policy(
-                self.place(role, load, roles.ref).requires_grad_(False),
-                temperature=frozen_config.temperature,
-                known_token_ids=known_token_ids,
-                **self.computing(role, roles.ref),
-            )
-        self.critic: Critic | None = None
-        if needs_critic:
-            module = self.place("critic", self.new_critic, config.critic)
-            self.critic = Critic(module, config.critic, **self.computing("critic", config.critic))
-            self.trained["critic"] = self.critic
-
-    def make_reference(self, policy: nn.Module, known_token_ids: np.ndarray | None) -> Policy:
-        """Return the reference policy, which shares the policy's base if adapters train."""
-        roles = self.config.actor_rollout_ref
-        options = {
-            "temperature": self.actor.temperature,
-            "known_token_ids": known_token_ids,
-            **self.computing("ref", roles.ref),
-        }
-        if roles.model.lora_rank:
-            return BasePolicy(policy, **options)
-        module = self.place("ref", self.new_policy, roles.ref).requires_grad_(False)
-        return Policy(module, **options)
-
-    def new_policy(self, on_meta: bool) -> nn.Module:
-        """Load the policy with its initial weights, or without weights on the meta device."""
-        model = self.config.actor_rollout_ref.model
-        module = load_policy(model, self.master_dtype, on_meta=on_meta)
-        if self.config.actor_rollout_ref.actor.freeze_vision_tower:
-            from core.vision.learner_pictures import freeze_vision_tower
-
-            freeze_vision_tower(module)
-        return add_adapters(module, model, self.config.trainer.seed)
-
-    def new_critic(self, on_meta: bool) -> nn.Module:
-        """Load the critic with its initial weights, or without weights on the meta device."""
-        model = self.config.critic.model
-        seed = self.config.trainer.seed
-        module = load_critic(model, seed, self.master_dtype, on_meta=on_meta)
-        return add_adapters(module, model, seed)
-
-    def place(self, name: str, load: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
-        """Load a model and move it to its device. Subclasses shard it by ``sharing``."""
-        self.skeletons[name] = load(False).to(self.device)
-        return self.skeletons[name]
-
-    def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        """Return the options of :class:`LearnerModel`: how the passes of a model are computed.
-
-        Here the reference uses the policy's dtype.
-        """
-        section = self.fsdp["actor" if name == "ref" else name]
-        return {"compute_dtype": compute_dtype(section.dtype)}
-
-    # -- phases ----------------------------------------------------------------------------------
-
-    def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which a model is on the GPU. No-op here; subclasses offload."""
-        return contextlib.nullcontext()
-
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of each policy token at the rollout temperature, [N] each."""
-        with self.at_work("actor"):
-            return self.actor.log_probs(batch, self.actor.micro_batch_size)
-
-    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
-        """Return the log-probs of the reference policy, or of a recipe's frozen model, [N]."""
-        with self.at_work(role):
-            # Frozen models have no micro-batch size of their own: they use the actor's
-            log_prob_N, _ = self.frozen[role].log_probs(batch, self.actor.micro_batch_size)
-        return log_prob_N
-
-    def compute_values(self, batch: TrainBatch) -> Tensor:
-        """Return the critic's values, [N]."""
-        with self.at_work("critic"):
-            return self.critic.values(batch)
-
-    def update_actor(
-        self, mini_batches: Iterable[TrainBatch], lr_multiplier: float
-    ) -> dict[str, float]:
-        """Take an optimizer step of the policy for each mini-batch. Return metrics."""
-        with self.at_work("actor", updates=True):
-            return self.actor.update(mini_batches, lr_multiplier)
-
-    def update_critic(
-        self, mini_batches: Iterable[TrainBatch], lr_multiplier: float
-    ) -> dict[str, float]:
-        """Take an optimizer step of the critic for each mini-batch. Return metrics."""
-        with self.at_work("critic", updates=True):
-            return self.critic.update(mini_batches, lr_multiplier)

@@ -82,20 +82,21 @@ def train(
 ):
     """Metrics of each update, and the weights and log-probs at the end."""
     one = learner(config, dtype, ref=ref)
+    models = one.models
     if load:
         one.load(str(load))
     metrics = []
     for _ in range(updates):
         mine = steps(config, batch, rank, world)
-        metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
-    log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
-    values = one.compute_values(batch)
-    weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
+        metrics.append({**models.update_critic(mine, 1.0), **models.update_actor(mine, 1.0)})
+    log_probs = models.compute_log_probs(batch)[0]  # every rank the whole batch
+    values = models.compute_values(batch)
+    weights = {name: gather(merged_weights(part.module)) for name, part in models.trained.items()}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
     if save:
         with patch("core.learner.saving.FILE_SIZE", file_size or FILE_SIZE):
             torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
-    return {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.frozen else found
+    return {**found, "ref": models.compute_ref_log_prob(batch)} if "ref" in models.frozen else found
 
 
 class Operations(TorchDispatchMode):
@@ -153,17 +154,17 @@ def train_sharing_prompts(rank, world, config, batch, **options):
 
 def gradients(rank, world, config, batch, dtype="float32"):
     """Those of one optimizer step over the whole batch, and the loss."""
-    one = learner(config, dtype, critic=False)
+    models = learner(config, dtype, critic=False).models
     (step,) = mini_batching(config.actor_rollout_ref.actor, 24)(batch)
     busy = contributing_sequences(
         step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor)
     )
     means = MetricSums()
-    one.actor.mismatch = MetricSums()
-    one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
+    models.actor.mismatch = MetricSums()
+    models.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
     grads = {
         name: parameter.grad.full_tensor()
-        for name, parameter in trained_weights(one.actor.module).items()
+        for name, parameter in trained_weights(models.actor.module).items()
     }
-    total = one.actor.ranks.gather_metrics(means)
+    total = models.actor.ranks.gather_metrics(means)
     return {"grads": grads, "loss": total.sums["pg_loss"]}

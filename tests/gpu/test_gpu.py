@@ -196,13 +196,13 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
         )
     )
     found, expected = (
-        one.update_actor(steps, 1.0),
+        one.models.update_actor(steps, 1.0),
         update_actor(alone, mixed_batch()),
     )
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     batch = mixed_batch()
-    mine = one.compute_log_probs(batch)[0]
-    torch.testing.assert_close(mine, alone.compute_log_probs(batch)[0], rtol=1e-3, atol=1e-3)
+    mine = one.models.compute_log_probs(batch)[0]
+    torch.testing.assert_close(mine, alone.models.compute_log_probs(batch)[0], rtol=1e-3, atol=1e-3)
     weights = one.weights(torch.bfloat16)
     buckets = one.buckets(weights, 2**20, Staging(2**20, device))
     assert [weight for bucket in buckets for weight in bucket.weights] == weights

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config import Config, compose
-from core.learner import learner, log_probs, packing, passes
+from core.learner import learner, log_probs, packing, passes, step_models
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS
 from core.model_shapes import Shape
@@ -136,10 +136,10 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
         with meter.at(None):
             return propagate(*args)
 
-    fsdp_load = learner.load_policy
-    yield "core.learner.learner.load_policy", load
+    fsdp_load = step_models.load_policy
+    yield "core.learner.step_models.load_policy", load
     yield (
-        "core.learner.learner.add_adapters",
+        "core.learner.step_models.add_adapters",
         lambda module, *_: module and real(add_adapters)(module, *_),
     )
     yield "core.cluster.learner_rank.fill", lambda *_, **__: None
@@ -170,7 +170,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield name, propagate_uncounted
 
 
-add_adapters = learner.add_adapters
+add_adapters = step_models.add_adapters
 
 
 def _few_chunks(
@@ -211,10 +211,10 @@ def full_batch(config: Config, sequences: int) -> TrainBatch:
         return step
 
 
-def first_step(rank: fsdp.LearnerRank, meter: Meter) -> None:
+def first_step(rank: learner_rank.LearnerRank, meter: Meter) -> None:
     """Take an optimizer step with gradients of zero, after which Adam's moments are there."""
     with meter.at(HOST if meter.offloads else GPU):
-        for parameter in rank.actor.module.parameters():
+        for parameter in rank.models.actor.module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        rank.actor.stepper.begin_update(1.0)
-        rank.actor.stepper.step(MetricSums())
+        rank.models.actor.stepper.begin_update(1.0)
+        rank.models.actor.stepper.step(MetricSums())

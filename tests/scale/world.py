@@ -61,8 +61,8 @@ def count(script: Script, plan: Plan, layers: int) -> Counter[str]:
             resident = meter.now[GPU]
             batch = full_batch(config, max(1, _tokens(plan) * together // plan.longest))
             for phase, act in (
-                (LOG_PROBS, lambda: rank.compute_log_probs(batch)),
-                (UPDATE, lambda: rank.update_actor([batch], 1.0)),
+                (LOG_PROBS, lambda: rank.models.compute_log_probs(batch)),
+                (UPDATE, lambda: rank.models.update_actor([batch], 1.0)),
                 (SYNC, lambda: sync(rank, config)),
             ):
                 meter.reset()

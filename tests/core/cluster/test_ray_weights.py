@@ -99,7 +99,8 @@ def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     assert len(loaded) >= 3 and all(bucket.size <= limit for bucket in loaded)
     assert [weight for bucket in loaded for weight in bucket.weights] == weights
     expected = call(
-        workers.learners[0], lambda self: dict(self.learner.actor.module.named_parameters()).keys()
+        workers.learners[0],
+        lambda self: dict(self.learner.models.actor.module.named_parameters()).keys(),
     )
     assert stored(workers).keys() == expected
     assert sum(len(cloudpickle.dumps(one)) for one in loaded) < 1_000 * len(weights), (

@@ -109,7 +109,7 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     for actor in ranks.learners:
         call(
             actor,
-            lambda self, part: setattr(self.learner.actor, "config", part),
+            lambda self, part: setattr(self.learner.models.actor, "config", part),
             config.actor_rollout_ref.actor,
         )
     found, expected = (
