@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,8 +20,10 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class Learner:
-    """A learner rank without a model: its passes find the token ids, its update nothing. ``asked``
-    has the batches."""
+    """Stands for the models of a learner rank: passes find the token ids, the update nothing.
+
+    ``asked`` has the batches.
+    """
 
     def __init__(self):
         self.asked: list = []
@@ -43,7 +46,7 @@ class Wire:
     def __init__(self):
         self.processes, self.sent = [object.__new__(LearnerProcess) for _ in range(4)], 0
         for process in self.processes:
-            process.learner = Learner()
+            process.learner = SimpleNamespace(models=Learner())
 
     def put(self, value):
         self.sent += len(pickle.dumps(value, 5))
@@ -84,7 +87,7 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(workers):
     assert torch.equal(workers.compute_values(batch), written.float())
     assert update_actor(workers, batch) == {"loss": 1.0}
     passes, values, update = zip(
-        *(process.learner.asked for process in workers.watch.processes), strict=True
+        *(process.learner.models.asked for process in workers.watch.processes), strict=True
     )
     for first, second, third, fourth in (passes, [steps[0] for steps in update]):
         assert first is second and third is fourth and len(first) + len(third) == len(batch)

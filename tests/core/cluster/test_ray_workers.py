@@ -281,17 +281,17 @@ def test_a_hang_names_phase_and_rank_and_a_full_or_dead_learner_its_rank(small):
         def fail(*_):
             raise MemoryError
 
-        self.learner.update_actor = fail
+        self.learner.models.update_actor = fail
 
     def hang_once(self):
-        compute = self.learner.compute_log_probs
+        compute = self.learner.models.compute_log_probs
 
         def sleep_through_the_phase(batch):
             time.sleep(30)
-            self.learner.compute_log_probs = compute
+            self.learner.models.compute_log_probs = compute
             return compute(batch)
 
-        self.learner.compute_log_probs = sleep_through_the_phase
+        self.learner.models.compute_log_probs = sleep_through_the_phase
 
     call(small.learners[1], hang_once)
     small.watch.timeout_s = 6
