@@ -362,14 +362,13 @@ class RayPPOTrainer(Trainer):
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
 
-        It is omitted where it has no meaning: if the engine cuts off part of the distribution, if
-        answers were chosen by their scores (dropped groups), or if the response contains tokens
-        that the policy is trained on but did not sample.
+        It is omitted where it has no meaning: if the engine cuts off part of the distribution and
+        the log-probs are over all of it, if answers were chosen by their scores (dropped groups),
+        or if the response contains tokens that the policy is trained on but did not sample.
         """
         sampling = self.train_sampling
-        samples_full_distribution = (
-            sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
-        )
+        is_whole = sampling.top_p == 1 and sampling.top_k < 0
+        samples_full_distribution = sampling.temperature > 0 and (is_whole or sampling.kept_sets)
         groups_dropped = metrics.values.get("collect/prompts_dropped")
         if not samples_full_distribution or groups_dropped or batch.has("sampled_mask"):
             return {}

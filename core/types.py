@@ -19,7 +19,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -75,6 +75,29 @@ class Segment:
     text: str
 
 
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """The ids that top-k and top-p kept for each of n tokens, in one flat array.
+
+    The ids of a token begin at the sum of the counts before it. A count of 0 means that nothing was
+    cut: the token has the whole vocabulary.
+    """
+
+    ids: np.ndarray  # [K] int32
+    counts: np.ndarray  # [n] int32
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
+        """Return the sets of stretches of so many tokens; None if no stretch has any."""
+        sets = [kept for kept, _ in parts if kept is not None]
+        if not sets:
+            return None
+        counts = [
+            np.zeros(length, np.int32) if kept is None else kept.counts for kept, length in parts
+        ]
+        return KeptSets(np.concatenate([kept.ids for kept in sets]), np.concatenate(counts))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
     """One flat token stream and the mask of the tokens that the policy wrote; R response tokens."""
@@ -97,6 +120,7 @@ class Trajectory:
     # Further trajectories of the same episode, of an agent that branched or edited its history.
     # They have no branches of their own, and train with this one's score.
     branches: tuple[Trajectory, ...] = ()
+    kept: KeptSets | None = None  # of the response tokens, if truncation cut any and it is replayed
 
     def __post_init__(self) -> None:
         dtypes = {
@@ -177,6 +201,11 @@ def token_field(phase: str) -> Any:
     return field(init=False, metadata={"axes": "N", "phase": phase})
 
 
+def kept_field(phase: str) -> Any:
+    """Declare a field with ``kept_counts[n]`` entries for token n, which ``phase`` sets."""
+    return field(init=False, metadata={"axes": "K", "phase": phase})
+
+
 def sequence_field(phase: str) -> Any:
     """Declare a field of a batch with one entry for each of B sequences, which ``phase`` sets."""
     return field(init=False, metadata={"axes": "B", "phase": phase})
@@ -194,9 +223,9 @@ class TrainBatch:
     A batch is pickled as numpy arrays, whose memory Ray shares between the processes of a node.
     What was cut from a larger batch does not carry the rest of it along.
 
-    Shapes: a token field has [N] entries (prompts included), a sequence field [B]. Ids are int32,
-    masks bool, ``group`` int64, all others float32. Token fields of numbers are 0
-    outside ``response_mask``.
+    Shapes: a token field has [N] entries (prompts included), a sequence field [B], ``kept_ids``
+    [K]. Ids and counts are int32, masks bool, ``group`` int64, all others float32. Token fields of
+    numbers are 0 outside ``response_mask``.
     """
 
     lengths: Tensor  # [B] int64: tokens of each sequence
@@ -221,6 +250,10 @@ class TrainBatch:
     rollout_log_probs: Tensor = token_field("make_batch")
     # True where the policy sampled the token, if that is not response_mask
     sampled_mask: Tensor = token_field("make_batch, if tokens train that nobody sampled")
+    # Number of ids that truncation kept for the token; 0 stands for the whole vocabulary
+    kept_counts: Tensor = token_field("make_batch, if truncated samples are replayed")
+    # Those ids, int32, of all tokens one after another
+    kept_ids: Tensor = kept_field("make_batch, if truncated samples are replayed")
     # Score of the greedy answer to the sequence's prompt
     baseline: Tensor = sequence_field("make_batch, for an estimator with a greedy baseline")
     # The learner's log-probs before the step's first update
@@ -283,7 +316,10 @@ class TrainBatch:
                 stored.pop(name, None)
                 continue
             axes = BATCH_FIELDS[name].metadata["axes"]
-            shape = (len(self) if axes == "B" else self.tokens,)
+            sizes = {"B": len(self), "N": self.tokens}
+            if axes == "K":
+                sizes["K"] = int(stored["kept_counts"].sum())
+            shape = (sizes[axes],)
             if tuple(value.shape) != shape:
                 raise ValueError(
                     f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {shape} ({axes})"
@@ -304,18 +340,20 @@ class TrainBatch:
         import torch
 
         rows = torch.arange(len(self), device=self.lengths.device)[index]
-        spans = self.spans(rows)
+        spans = {"N": self.spans(rows)}
+        if self.has("kept_counts"):
+            spans["K"] = self._kept_spans(spans["N"])
         are_neighbours = bool((rows.diff() == 1).all())
 
         def select(value: Tensor, axes: str) -> Tensor:
             if axes == "B":
                 return value[rows]
-            if not spans:
+            if not spans[axes]:
                 return value[:0]
             if are_neighbours:
-                return value[spans[0].start : spans[-1].stop]
+                return value[spans[axes][0].start : spans[axes][-1].stop]
             # An index of every token would take 8 bytes for each, and ten times as long
-            return torch.cat([value[span] for span in spans])
+            return torch.cat([value[span] for span in spans[axes]])
 
         return self._map(select, self.lengths[rows])
 
@@ -324,6 +362,14 @@ class TrainBatch:
         ends_B = self.lengths.cumsum(0)
         starts = (ends_B - self.lengths)[rows].tolist()
         ends = ends_B[rows].tolist()
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def _kept_spans(self, spans: list[slice]) -> list[slice]:
+        """Return where the kept ids of these spans of tokens are in ``kept_ids``."""
+        offset_N1 = self.kept_counts.new_zeros(self.tokens + 1, dtype=self.lengths.dtype)
+        offset_N1[1:] = self.kept_counts.cumsum(0)
+        starts = offset_N1[[span.start for span in spans]].tolist()
+        ends = offset_N1[[span.stop for span in spans]].tolist()
         return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -336,7 +382,7 @@ class TrainBatch:
         """Return a batch of one sequence: two tokens that nobody wrote and that weigh nothing."""
 
         def zeros(value: Tensor, axes: str) -> Tensor:
-            return value.new_zeros(2 if axes == "N" else 1)
+            return value.new_zeros({"B": 1, "N": 2, "K": 0}[axes])
 
         blank = self._map(zeros, self.lengths.new_full((1,), 2))
         return blank._with(blank.stored, media={})

@@ -66,8 +66,9 @@ class ScriptedEngine:
             script = [*self.tokenizer.encode(script, add_special_tokens=False), *sorted(self.eos)]
         rule = StopRule(request.sampling, self.eos, self.tokenizer)
         row = Generation(request, rule, self.policy_version)
-        for token in script:
-            if row.write(int(token), LOGPROB):
+        for token in script:  # as if truncation had kept that token alone
+            kept = [int(token)] if request.sampling.records_kept else None
+            if row.write(int(token), LOGPROB, kept):
                 break
         row.stop = row.stop or Stop.EOS
         return row.trajectory()

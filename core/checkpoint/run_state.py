@@ -17,11 +17,12 @@ import numpy as np
 
 from core.data.draw_order import derive_seed
 from core.errors import InputError
-from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Dropped, KeptSets, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 DRIVER = "driver.pt"
-CLASSES = [ScoredGroup, Dropped, Trajectory, Segment, Stop, Score, ScoreStatus]  # of carried groups
+# Of carried groups
+CLASSES = [ScoredGroup, Dropped, Trajectory, KeptSets, Segment, Stop, Score, ScoreStatus]
 # What numpy pickles
 ARRAYS = [bytes, np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0]]
 NUMBERS = ("int32", "int64", "uint32", "float32", "float64", "bool")

@@ -49,7 +49,8 @@ def _precision(config: Config, other: str) -> str:
 def logp_diff(config: Config) -> float | None:
     """Return the bound between engine and learner; None where more is expected and corrected."""
     correction = config.algorithm.rollout_correction
-    truncates = config.actor_rollout_ref.rollout.truncates
+    rollout = config.actor_rollout_ref.rollout
+    truncates = rollout.truncates and not rollout.kept_sets
     if truncates or config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
         return None
     return EXACT if config.full_precision else ROUNDED
@@ -75,6 +76,11 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
         f"{ROLLOUT}.agent_loop": _agent_loop,
+        f"{ROLLOUT}.kept_sets": lambda c: (
+            c.actor_rollout_ref.rollout.truncates
+            and c.actor_rollout_ref.rollout.top_k != 1
+            and registry.ENGINES[c.actor_rollout_ref.rollout.name].kept_sets
+        ),
         "critic.enable": lambda c: c.has_critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",

@@ -34,6 +34,7 @@ class Entry:
     problems: str | None = None  # function of a configuration: what the engine lacks at a start
     seeded: bool = True  # a request's seed decides its answer: it can be drawn again
     reads_media: bool = True  # pictures of prompts
+    kept_sets: bool = True  # it returns the ids that top-p and top-k kept
     # A logger
     login: str | None = None  # when the service asks for one
 
@@ -95,6 +96,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
         problems="core.engines.sglang:problems",
         seeded=False,
         reads_media=False,
+        kept_sets=False,
     ),
 }
 # reward_model.reward_manager. The length penalty of verl's dapo is DAPO's shape_reward.

@@ -170,6 +170,12 @@ def stale_samples_are_weighed(config: Config) -> Broken:
 
 def training_samples_answers(config: Config) -> Broken:
     rollout = config.actor_rollout_ref.rollout
+    if rollout.kept_sets and not registry.ENGINES[rollout.name].kept_sets:
+        rule = f"needs the ids that truncation kept, and {ROLLOUT}.name={rollout.name} returns none"
+        yield f"{ROLLOUT}.kept_sets", rule, f"set it to False, or {ROLLOUT}.name=hf or vllm"
+    if rollout.kept_sets and rollout.top_k == 1:
+        rule = f"and {ROLLOUT}.top_k=1 leave one id: its log-prob is 0, and nothing trains"
+        yield f"{ROLLOUT}.kept_sets", rule, "set it to False"
     rule = "training needs answers that differ"
     greedy = "greedy validation is val_kwargs.do_sample=False"
     if rollout.temperature == 0 and rollout.do_sample:
@@ -332,13 +338,15 @@ def answers_are_compared(config: Config) -> Broken:
 def truncated_samples_are_weighed(config: Config) -> Broken:
     rollout = config.actor_rollout_ref.rollout
     bypass = config.algorithm.rollout_correction.bypass_mode
-    if not rollout.truncates or (config.corrects and not bypass):
+    if not rollout.truncates or rollout.kept_sets or (config.corrects and not bypass):
         return
     rule = (
         "samples from a truncated distribution, and log-probs are over all tokens: the ratio is "
         "not 1 before the first update"
     )
-    fix = f"set {CORRECTION}.rollout_is=token, which weighs for it, or top_p=1 and top_k=-1"
+    fix = f"set {CORRECTION}.rollout_is=token"
+    if rollout.top_k != 1:
+        fix = f"set {ROLLOUT}.kept_sets=True (hf, vllm), or {CORRECTION}.rollout_is=token"
     yield f"{ROLLOUT}.{'top_p' if rollout.top_p < 1 else 'top_k'}", rule, fix
 
 

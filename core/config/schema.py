@@ -146,6 +146,11 @@ class RolloutConfig(Section):
     temperature: NonNegative = key(1.0, "sampling temperature for training")
     top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables")
     top_k: OffOrCount = key(-1, "top-k for training; -1 disables")
+    kept_sets: bool | None = key(
+        None,
+        "log-probs are over the ids that top-p and top-k kept; null: if the engine returns them",
+        Condition(lambda c, section: section.truncates, "needs {section}.top_p or top_k"),
+    )
     ignore_eos: bool = key(False, "go on to max_response_length at an answer's end: to measure")
     val_kwargs: ValKwargs = key(ValKwargs())
     dtype: DType | None = key(

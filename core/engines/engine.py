@@ -31,7 +31,7 @@ from core.engines.weight_buckets import (
     held_weights,
 )
 from core.learner.models import positions
-from core.types import Segment, Stop, Trajectory
+from core.types import KeptSets, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RolloutConfig, ValKwargs
@@ -57,10 +57,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    kept_sets: bool = False  # the trajectory has the ids that top_k and top_p kept for each token
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"SamplingParams.max_tokens={self.max_tokens}: must be at least 1")
+
+    @property
+    def records_kept(self) -> bool:
+        """Return whether kept ids are recorded: they are asked for, and something may be cut."""
+        truncates = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.kept_sets and truncates
 
 
 def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> SamplingParams:
@@ -71,6 +78,7 @@ def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> Sampl
         top_p=section.top_p if section.do_sample else 1.0,
         top_k=section.top_k if section.do_sample else -1,
         ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
+        kept_sets=section is config.actor_rollout_ref.rollout and bool(section.kept_sets),
     )
 
 
@@ -135,12 +143,15 @@ class Generation:
     future: asyncio.Future | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(
+        default_factory=list
+    )  # of each token, where they are recorded
     stop: Stop | None = None
     # The position of the next token less the number of tokens before it: below zero after pictures
     position_offset: int = 0
 
-    def write(self, token: int, logprob: float | None) -> bool:
-        """Add a token; return whether it was the last one.
+    def write(self, token: int, logprob: float | None, kept: Sequence[int] | None = None) -> bool:
+        """Add a token and the ids that truncation kept; return whether it was the last token.
 
         Raises FloatingPointError if the log-prob is not finite.
         """
@@ -150,12 +161,18 @@ class Generation:
             )
         self.ids.append(token)
         self.logprobs.append(logprob)
+        if kept is not None:
+            self.kept.append(kept)
         self.stop = self.rule.ended(self.ids)
         return self.stop is not None
 
     def trajectory(self) -> Trajectory:
         """Return the whole turn."""
         text = self.rule.tokenizer.decode(self.ids, skip_special_tokens=True)
+        kept = None
+        if self.request.sampling.records_kept:
+            counts = np.array([len(ids) for ids in self.kept], np.int32)
+            kept = KeptSets(np.concatenate(self.kept).astype(np.int32), counts)
         return Trajectory(
             prompt_ids=np.array(self.request.prompt_ids),
             response_ids=np.array(self.ids),
@@ -165,6 +182,7 @@ class Generation:
             stop=self.stop,
             policy_version=self.version,
             seed=self.request.seed,
+            kept=kept,
         )
 
 

@@ -163,10 +163,10 @@ class HFEngine(InProcessEngine):
         position_N = np.array([len(row.ids) for row in self.rows], np.uint64)
         uniform_N = torch.from_numpy(uniforms(seed_N, position_N)).to(self.device)
         sampling = [row.request.sampling for row in self.rows]
-        token_N, logprob_N = draw(logits_NV, sampling, uniform_N)
+        token_N, logprob_N, kept = draw(logits_NV, sampling, uniform_N)
         self.row_steps += len(self.rows)
-        sampled = zip(self.rows, token_N.tolist(), logprob_N.tolist(), strict=True)
-        finished = [row for row, token, logprob in sampled if row.write(token, logprob)]
+        sampled = zip(self.rows, token_N.tolist(), logprob_N.tolist(), kept, strict=True)
+        finished = [row for row, *token in sampled if row.write(*token)]
         self._remove(finished)
         return finished
 

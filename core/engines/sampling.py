@@ -46,16 +46,17 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 def draw(
     logits_NV: Tensor, params: Sequence[SamplingParams], uniform_N: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[np.ndarray | None]]:
     """Return the next token of every row and its log-prob in the distribution it was drawn from.
 
     The token is the inverse of the distribution function at ``uniform_N``. The log-prob is NaN if
-    the row has no finite distribution.
+    the row has no finite distribution. The third result are the ids that truncation kept, of rows
+    whose parameters ask for them.
 
     Shapes:
         logits_NV  [N, V], any float type
         uniform_N  [N] float64 in [0, 1)
-        returns    [N] int64, [N] float32
+        returns    [N] int64, [N] float32, N arrays of ids
     """
     logits_NV = processed_logits(logits_NV, params)
     prob_NV = logits_NV.softmax(-1)
@@ -64,7 +65,21 @@ def draw(
     if any(greedy):
         greedy_N = token_N.new_tensor(greedy, dtype=torch.bool)
         token_N = torch.where(greedy_N, logits_NV.argmax(-1), token_N)
-    return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
+    logprob_N = prob_NV.gather(-1, token_N[:, None])[:, 0].log()
+    return token_N, logprob_N, _kept_ids(logits_NV, params)
+
+
+def _kept_ids(logits_NV: Tensor, params: Sequence[SamplingParams]) -> list[np.ndarray | None]:
+    """Return the ids of finite logits, of each row that records them."""
+    kept: list[np.ndarray | None] = [None] * len(params)
+    recording = [row for row, each in enumerate(params) if each.records_kept]
+    if recording:
+        is_kept = logits_NV[recording] > -torch.inf
+        ids = is_kept.nonzero()[:, 1].cpu().numpy()
+        ends = is_kept.sum(-1).cumsum(0).tolist()
+        for row, ids_of_row in zip(recording, np.split(ids, ends[:-1]), strict=True):
+            kept[row] = ids_of_row
+    return kept
 
 
 def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:

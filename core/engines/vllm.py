@@ -69,6 +69,8 @@ FIXED = {
 UNKNOWN = "unknown_ids"  # a key of vLLM's additional_config
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 HIDDEN_MODULE = "llvmlite.binding.ffi"
+# A logit bias that no sampling reaches. UnknownIds cannot be used with sampling masks
+UNLIKELY = -100.0
 LEAST_LENGTH = 64  # tokens of prompt and response: the probe's text is a prompt too
 
 
@@ -94,7 +96,8 @@ class VLLMEngine(InProcessEngine):
             options |= prepare(skeleton)
         vocab_size = skeleton.config.get_text_config().vocab_size
         unknown = unknown_among(known_ids(tokenizer), vocab_size)
-        if len(unknown):
+        self.masks = bool(options.get("return_sampling_mask"))  # whether vLLM returns kept ids
+        if len(unknown) and not self.masks:
             options["logits_processors"] = [f"{__name__}:UnknownIds"]
             options["additional_config"] = {UNKNOWN: unknown.tolist()}
         with _process_kept(), _hf_advised():
@@ -138,6 +141,8 @@ class VLLMEngine(InProcessEngine):
     def _submit(
         self, name: str, token_ids: tuple[int, ...], media: Pictures | None, **params: Any
     ) -> None:
+        if self.masks:
+            params |= self._with_mask(**params)
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
         if media:
             from core.vision.vllm_pictures import engine_input
@@ -147,6 +152,21 @@ class VLLMEngine(InProcessEngine):
             prompt = tokens_input(list(token_ids))
         self.llm.add_request(name, prompt, sampling)
 
+    def _with_mask(self, temperature: float, top_k: int = -1, **_: Any) -> dict[str, Any]:
+        """Return parameters that vLLM requires where it returns masks: a temperature and a top-k.
+
+        A greedy request samples the best token alone; its log-probs are then 0, and nothing reads
+        those of greedy answers.
+        """
+        if temperature == 0:
+            temperature, top_k = 1.0, 1
+        bias = dict.fromkeys(self.unknown.tolist(), UNLIKELY)
+        return {
+            "temperature": temperature,
+            "top_k": top_k if top_k > 0 else self.vocab_size,
+            "logit_bias": bias or None,
+        }
+
     def _advance(self) -> list[Generation]:
         ended = []
         for output in self._guarded(self.llm.step):
@@ -154,8 +174,11 @@ class VLLMEngine(InProcessEngine):
             generation = self._by_name[name]
             (part,) = output.outputs
             has_ended = False
-            for token, logprob in zip(part.token_ids, part.logprobs.logprobs, strict=True):
-                has_ended |= generation.write(token, logprob)
+            masks = [None] * len(part.token_ids)
+            if generation.request.sampling.records_kept:
+                masks = part.sampling_mask.token_ids
+            for token in zip(part.token_ids, part.logprobs.logprobs, masks, strict=True):
+                has_ended |= generation.write(*token)
             if output.finished != has_ended and not generation.rule.strings:
                 raise RuntimeError(
                     f"vLLM ended a response with {part.finish_reason} ({part.stop_reason})"
@@ -327,6 +350,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "max_num_seqs": rollout.max_num_seqs,
+        "return_sampling_mask": rollout.kept_sets,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }
@@ -382,8 +406,21 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VL
             f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {DEVICE}, the "
             f"run is on {device.type}: set trainer.device={DEVICE}, or use hf"
         )
+    kept_sets = config.actor_rollout_ref.rollout.kept_sets
+    if kept_sets and DEVICE == "cpu":
+        raise _without_masks("a Triton kernel makes its sampling masks, and its CPU build has none")
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     arguments = engine_arguments(config, skeleton)
     if model is None:  # nothing learns: vLLM reads the weights, and no learner needs the GPU
         arguments |= {"load_format": "auto", "enable_sleep_mode": False}
-    return VLLMEngine(tokenizer, skeleton, **arguments)
+    try:
+        return VLLMEngine(tokenizer, skeleton, **arguments)
+    except ValueError as error:
+        raise (_without_masks(error) if kept_sets else error) from error
+
+
+def _without_masks(reason: str | Exception) -> InputError:
+    return InputError(
+        f"actor_rollout_ref.rollout.kept_sets=True: vLLM returns no kept ids here ({reason}); set "
+        "it to False, or actor_rollout_ref.rollout.name=hf"
+    )

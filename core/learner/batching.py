@@ -17,7 +17,7 @@ from core.algorithm.losses import loss_weights
 from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
 from core.data.draw_order import permutation
-from core.types import ScoredGroup, TrainBatch
+from core.types import KeptSets, ScoredGroup, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig
@@ -36,12 +36,13 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
     sequences = [sequence for group in groups for sequence in group.sequences]
     trajectories, scores, are_branches = zip(*sequences, strict=True)
     group_sizes = torch.tensor([len(group.sequences) for group in groups])
-    ids, masks, log_probs = [], [], []
+    ids, masks, log_probs, kept_sets = [], [], [], []
     for trajectory in trajectories:
         prompt_length = len(trajectory.prompt_ids)
         ids += [trajectory.prompt_ids, trajectory.response_ids]
         masks += [np.zeros(prompt_length, np.bool_), trajectory.response_mask]
         log_probs += [np.zeros(prompt_length, np.float32), trajectory.logprobs]
+        kept_sets += [(None, prompt_length), (trajectory.kept, len(trajectory.response_ids))]
     lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
     response_mask = torch.from_numpy(np.concatenate(masks))
     lacks_baseline_P = torch.tensor(
@@ -57,6 +58,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
     media = {
         number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media
     }
+    kept = KeptSets.joined(kept_sets)
     return TrainBatch(lengths, pad_id, media).adding(
         input_ids=torch.from_numpy(np.concatenate(ids)),
         response_mask=response_mask,
@@ -66,6 +68,8 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
         in_group_stats=~is_ungraded,
         is_branch=torch.tensor(are_branches) if any(are_branches) else None,
         rollout_log_probs=torch.from_numpy(np.concatenate(log_probs)),
+        kept_counts=None if kept is None else torch.from_numpy(kept.counts),
+        kept_ids=None if kept is None else torch.from_numpy(kept.ids),
         baseline=baseline,
     )
 

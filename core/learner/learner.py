@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig
 
 # Fields of a batch that a pass for log-probs or values reads
-PASS_READS = ("input_ids", "response_mask", "group")
+PASS_READS = ("input_ids", "response_mask", "group", "kept_counts", "kept_ids")
 # Fields of a batch that the critic's update reads
-CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
+CRITIC_READS = ("input_ids", "response_mask", "group", "loss_weight", "returns", "values")
 
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
@@ -119,22 +119,18 @@ class Stepper:
 
     def end_update(self) -> dict[str, float]:
         """Return the update's metrics. Raises UnhealthyRun if a weight is not finite."""
-        self.check_weights()
-        metrics = self.ranks.gather_metrics(self.update_sums).result(self.name)
-        metrics[f"{self.name}/lr"] = self.lr
-        # The metric counts optimizer steps; its documented name says updates
-        metrics[f"{self.name}/skipped_updates"] = self.skipped_steps
-        return metrics
-
-    def check_weights(self) -> None:
-        """Raise UnhealthyRun if a weight is not finite. All ranks come to the same result."""
         norm = torch.nn.utils.get_total_norm([each.detach() for each in self.parameters])
-        if not math.isfinite(float(whole_tensor(norm))):
+        if not math.isfinite(float(whole_tensor(norm))):  # all ranks come to the same result
             section = "actor_rollout_ref.actor" if self.name == "actor" else self.name
             raise UnhealthyRun(
                 f"{section}.optim.lr={self.base_lr:g}: an update has left weights that are not "
                 f"finite; lower it or {section}.grad_clip={self.grad_clip:g}"
             )
+        metrics = self.ranks.gather_metrics(self.update_sums).result(self.name)
+        metrics[f"{self.name}/lr"] = self.lr
+        # The metric counts optimizer steps; its documented name says updates
+        metrics[f"{self.name}/skipped_updates"] = self.skipped_steps
+        return metrics
 
 
 class Actor(Policy):
@@ -321,8 +317,7 @@ class Critic(LearnerModel):
         """Return V(state before each response token), shape [N]; 0 at other tokens."""
         inputs = self.pass_over(batch)
         with self.precision():
-            model_kwargs = inputs.inputs
-            output = self.module(input_ids=inputs.input_ids, use_cache=False, **model_kwargs)
+            output = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
         # M: the positions whose next token is a response token
         values_M = output.logits[inputs.predicts][:, 0]
         at_least_float32 = torch.promote_types(values_M.dtype, torch.float32)
@@ -360,13 +355,9 @@ class Critic(LearnerModel):
         """Return the micro-batch's part of the clipped value loss."""
         mask_N = micro_batch.response_mask
         values_N = self.token_values(micro_batch)
-        loss_N, stats = value_loss(
-            values_N,
-            micro_batch.returns,
-            micro_batch.values,
-            self.config.cliprange_value,
-            mask_N,
-        )
+        clip = self.config.cliprange_value
+        returns_N = micro_batch.returns
+        loss_N, stats = value_loss(values_N, returns_N, micro_batch.values, clip, mask_N)
         loss = (micro_batch.loss_weight * loss_N).sum()
         step_sums.value("vf_loss", float(loss.detach()), counts=False)
         step_sums.tokens({**stats, "vpred_mean": values_N}, mask_N)

@@ -7,6 +7,7 @@ sequences. Ranks may split the tokens of a pass evenly.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -22,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
+from core.learner.log_probs import KeptIds
 from core.types import token_places
 
 if TYPE_CHECKING:
@@ -144,6 +146,7 @@ class ForwardInputs:
     predicts_N: Tensor | None = None  # bool: ``predicts`` of all ranks that split the pass
     mesh: DeviceMesh | None = None  # those ranks
     media: PictureInputs | None = None
+    kept: KeptIds | None = None  # of the labels, if truncated samples are replayed
 
     def at_tokens(self, values_M: Tensor) -> Tensor:
         """Return [N]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
@@ -166,35 +169,23 @@ def forward_inputs(
     lengths_B: Tensor,
     *,
     group_B: Tensor | None = None,
+    kept: KeptIds | None = None,
     media: PictureInputs | None = None,
     mesh: DeviceMesh | None = None,
 ) -> ForwardInputs:
     """Return the inputs of a pass over these sequences; the mask holds the policy's tokens.
 
-    With ``group_B`` each group's prompt is read once. ``mesh`` are the ranks that split the pass.
+    With ``group_B`` each group's prompt is read once. ``kept`` are the ids of the mask's tokens.
+    ``mesh`` are the ranks that split the pass.
     """
-    start_S = lengths_B.cumsum(0) - lengths_B
-    length_S = lengths_B
-    keys_before_S = torch.zeros_like(lengths_B)
-    key_index = None  # the tokens whose keys are read, if they are not those of the queries
-    shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
-    if shared is not None:
-        start_S, length_S, prompt_S = shared
-        is_prompt_S = prompt_S == torch.arange(len(prompt_S), device=prompt_S.device)
-        keys_before_S = torch.where(is_prompt_S, 0, length_S[prompt_S])
-        # A stretch reads the keys of its prompt and then its own
-        first_S = length_S.cumsum(0) - length_S
-        key_starts = torch.stack([first_S[prompt_S], first_S], 1).flatten()
-        key_counts = torch.stack([keys_before_S, length_S], 1).flatten()
-        key_index = ranges(key_starts, key_counts)
+    start_S, length_S, keys_before_S, key_index = _layout(ids_N, mask_N, lengths_B, group_B)
     tokens = ranges(start_S, length_S)
     ids = ids_N[tokens]
     labels = ids_N[mask_N]
     predicts = predicting_tokens(mask_N, lengths_B)[tokens]
     position = ranges(keys_before_S, length_S)
     key_length_S = length_S + keys_before_S
-    ranks = 1 if mesh is None else mesh.size()
-    missing = -len(ids) % ranks
+    missing = 0 if mesh is None else -len(ids) % mesh.size()
     if missing:
         # A sequence of nothing makes the parts of the ranks equal
         nothing = torch.arange(missing, device=ids.device)
@@ -214,20 +205,55 @@ def forward_inputs(
     }
     if key_index is not None:
         inputs["key_index"] = key_index
-    if mesh is None:
-        media = media and media.packed(token_places(lengths_B))
-        return ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs, media=media)
-    size = len(ids) // ranks
-    of_rank = slice(mesh.get_local_rank() * size, (mesh.get_local_rank() + 1) * size)
-    inputs |= {"position_ids": position[None, of_rank], "sequence_mesh": mesh}
-    return ForwardInputs(
-        input_ids=ids[None, of_rank],
-        predicts=predicts[None, of_rank],
-        labels=scattered(labels, predicts)[of_rank][predicts[of_rank]],
-        mask_N=mask_N,
-        inputs=inputs,
-        predicts_N=predicts,
+    media = media and media.packed(token_places(lengths_B))
+    whole = ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs, media=media, kept=kept)
+    return whole if mesh is None else _part_of_rank(whole, mesh)
+
+
+class Layout(NamedTuple):
+    """The S sequences of tokens that attention reads in a pass."""
+
+    start: Tensor  # [S] int64: the first token, among all tokens of the batch
+    length: Tensor  # [S] int64
+    keys_before: Tensor  # [S] int64: tokens of a shared prompt whose keys stand before its own
+    key_index: Tensor | None  # the tokens whose keys are read, if they are not those of the queries
+
+
+def _layout(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor | None) -> Layout:
+    """Return the layout of whole sequences, or of prompts that answers share."""
+    shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
+    if shared is None:
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        return Layout(starts_B, lengths_B, torch.zeros_like(lengths_B), None)
+    start_S, length_S, prompt_S = shared
+    is_prompt_S = prompt_S == torch.arange(len(prompt_S), device=prompt_S.device)
+    keys_before_S = torch.where(is_prompt_S, 0, length_S[prompt_S])
+    # A stretch reads the keys of its prompt and then its own
+    first_S = length_S.cumsum(0) - length_S
+    key_starts = torch.stack([first_S[prompt_S], first_S], 1).flatten()
+    key_counts = torch.stack([keys_before_S, length_S], 1).flatten()
+    return Layout(start_S, length_S, keys_before_S, ranges(key_starts, key_counts))
+
+
+def _part_of_rank(whole: ForwardInputs, mesh: DeviceMesh) -> ForwardInputs:
+    """Return this rank's part of the tokens, and of their labels."""
+    predicts_N = whole.predicts[0]
+    size = len(predicts_N) // mesh.size()
+    start = mesh.get_local_rank() * size
+    of_rank = slice(start, start + size)
+    first_label = int(predicts_N[:start].sum())
+    labels = slice(first_label, first_label + int(predicts_N[of_rank].sum()))
+    position = whole.inputs["position_ids"][:, of_rank]
+    return dataclasses.replace(
+        whole,
+        input_ids=whole.input_ids[:, of_rank],
+        predicts=whole.predicts[:, of_rank],
+        labels=whole.labels[labels],
+        inputs={**whole.inputs, "position_ids": position, "sequence_mesh": mesh},
+        predicts_N=predicts_N,
         mesh=mesh,
+        media=None,  # a pass that reads pictures is not split
+        kept=whole.kept and whole.kept.of_tokens(labels),
     )
 
 

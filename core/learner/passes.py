@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core.data.vocabulary import unknown_among
 from core.errors import InputError, UnhealthyRun
-from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.log_probs import NEVER, KeptIds, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.models import same_positions
 from core.learner.packing import (
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from core.config.training_keys import ActorConfig, CriticConfig
-
-# The logit of an id that is never sampled. With -inf an entropy would be NaN, by 0 * log 0.
-NEVER = -1e9
 
 
 class MicroBatchSize(NamedTuple):
@@ -179,6 +176,7 @@ def token_log_probs(
         inputs.labels,
         temperature=temperature,
         bias=bias,
+        kept=inputs.kept,
         entropy_grad=entropy_grad,
     )
 
@@ -243,11 +241,15 @@ class LearnerModel:
                 f"{type(self.module).__name__} computes positions by the longest sequence of a "
                 "pass; lower data.max_prompt_length or max_response_length"
             )
+        kept = None
+        if batch.has("kept_ids"):
+            kept = KeptIds(batch.kept_ids.long(), batch.kept_counts[batch.response_mask].long())
         return forward_inputs(
             batch.input_ids.long(),
             batch.response_mask,
             batch.lengths,
             group_B=batch.group if self.shares else None,
+            kept=kept,
             media=media,
             mesh=self.mesh,
         )

@@ -25,7 +25,7 @@ from core.data.vocabulary import encode_literally, special_tokens, writable
 from core.engines.engine import SampleRequest, SamplingParams
 from core.errors import InputError, Problems
 from core.rollout.barrier import Barrier
-from core.types import Prompt, Segment, Stop, Trajectory
+from core.types import KeptSets, Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -121,6 +121,7 @@ class Stretch:
     ids: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32: the engine's; 0 if the policy did not write the stretch
     by_policy: bool  # a sample of the policy, as it trains
+    kept: KeptSets | None = None  # the ids that truncation kept, if they are replayed
 
 
 class Episode:
@@ -220,7 +221,8 @@ class Episode:
         turn = await self.sampler.engine.sample(request)
         segment = Segment("policy", turn.response_text)
         trains = distribution == self.sampling
-        stretch = Stretch(segment, turn.response_ids, turn.logprobs, by_policy=trains)
+        kept = turn.kept if trains else None
+        stretch = Stretch(segment, turn.response_ids, turn.logprobs, by_policy=trains, kept=kept)
         self._stretches.append(stretch)
         if self._oldest_version is None or turn.policy_version < self._oldest_version:
             self._oldest_version = turn.policy_version
@@ -297,6 +299,7 @@ class Episode:
             user_scores=tuple(self.user_scores),
             tool_rewards=tuple(self.tool_rewards),
             failure=self.failure,
+            kept=KeptSets.joined([(stretch.kept, len(stretch.ids)) for stretch in stretches]),
         )
 
 

@@ -81,6 +81,7 @@ class QuestionsRolloutConfig(RolloutConfig):
     temperature: ClassVar[float] = 1.0  # the likelihood is that of the model itself
     top_p: ClassVar[float] = 1.0
     top_k: ClassVar[int] = -1
+    kept_sets: ClassVar[bool] = False
     ignore_eos: ClassVar[bool] = False
 
 

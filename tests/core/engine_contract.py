@@ -315,6 +315,7 @@ class ModelEngineContract(EngineContract):
     model_options: dict[str, Any] = {}
     tolerance = 1e-5  # of log-probs, in fp32
     draws = 4000  # samples of a statistical test
+    keeps_sets = True  # it returns the ids that truncation kept
     top_p_within_top_k = True  # with both set, top_p counts what top_k left
 
     def model(self, seed: int = 0) -> torch.nn.Module:
@@ -371,6 +372,23 @@ class ModelEngineContract(EngineContract):
             np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=self.tolerance)
             if request.sampling.temperature == 0:
                 assert ids(trajectory) == reference.argmax(-1).tolist()
+
+    def test_kept_ids_are_those_of_the_sampled_distribution(self, engine):
+        """Beside a request that cuts nothing, a greedy one and one that does not ask for them."""
+        if not self.keeps_sets:
+            return
+        cuts = [dict(top_p=0.9, temperature=1.5), dict(top_k=7), dict(top_k=20, top_p=0.7)]
+        requests = [ask(seed=i, max_tokens=9, kept_sets=True, **cut) for i, cut in enumerate(cuts)]
+        others = [dict(kept_sets=True), dict(kept_sets=True, top_k=3, temperature=0), dict(top_k=3)]
+        requests += [ask(seed=9, max_tokens=9, **other) for other in others]
+        found = sample_all(engine, requests)
+        for request, trajectory in zip(requests[:3], found[:3], strict=True):
+            reference = self.reference(request, ids(trajectory))
+            expected = [row.isfinite().nonzero()[:, 0].tolist() for row in reference]
+            ends = np.cumsum(trajectory.kept.counts)[:-1]
+            sets = [part.tolist() for part in np.split(trajectory.kept.ids, ends)]
+            assert sets == expected[: len(sets)] and len(sets) == len(ids(trajectory))
+        assert [trajectory.kept for trajectory in found[3:]] == [None] * 3
 
     @pytest.mark.parametrize(
         "settings",

@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from core.config import compose
 from core.ray_trainer import RayPPOTrainer
+from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted
+from tests.faults import tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +204,21 @@ def test_without_a_critic_no_step_waits_for_its_warm_up(folder):
     ).init_workers()
     run.fit()
     assert run.workers.version == 2
+
+
+def test_truncated_samples_are_replayed_over_the_ids_that_were_kept(tmp_path):
+    """Without them the log-probs of engine and learner differ, and with them by rounding alone."""
+    tiny_run.prepare(tmp_path)
+    keys = [f"actor_rollout_ref.rollout.{key}" for key in ("top_p=0.9", "top_k=60")]
+    keys += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.val_files=[]"]
+    differences = {}
+    for kept_sets in (True, False):
+        more = [f"actor_rollout_ref.rollout.kept_sets={kept_sets}", *keys]
+        line = tiny_run.command(tmp_path, "grpo", 3, *more)(tmp_path / f"run-{kept_sets}")
+        run = RayPPOTrainer(compose("grpo", line[3:])).init_workers()
+        run.fit()
+        rows = load_run(run.run.run_dir).metrics
+        differences[kept_sets] = [row["rollout_corr/logp_diff_max"] for row in rows]
+        assert all(("rollout_corr/entropy_gap_z" in row) == kept_sets for row in rows)
+        assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert max(differences[True]) < 1e-6 and min(differences[False]) > 0.05

@@ -22,7 +22,7 @@ from core.checkpoint.run_state import (
     set_rng_state,
 )
 from core.errors import InputError
-from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Dropped, KeptSets, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from tests.checkpoints import RUN
 
@@ -63,6 +63,7 @@ def trajectory(length: int, seed: int, **changes) -> Trajectory:
         "seed": 2**63 - 1,
         "turns": 2,
         "tool_calls": 1,
+        "kept": KeptSets(np.arange(length, dtype=np.int32), np.ones(length, np.int32)),
     }
     return Trajectory(**{**fields, **changes})
 

@@ -41,7 +41,7 @@ def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
     logits[:, -1] = 0.5
     uniform = torch.rand(400, dtype=torch.float64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    token, logprob = draw(logits, plain(400), uniform)
+    token, logprob, _ = draw(logits, plain(400), uniform)
     cdf = np.cumsum(logits.double().softmax(-1).numpy(), -1)
     expected = (cdf <= uniform[:, None].numpy() * cdf[:, -1:]).sum(-1)
     # The rest: rounding at an edge
@@ -58,7 +58,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_reachable():
     logits = torch.zeros(1, 150_001)
     logits[0, 0] = np.log(150_000)
     uniform = torch.linspace(0.5, 1, 201, dtype=torch.float64)[:-1] + 1e-7
-    token, _ = draw(logits.expand(200, -1), plain(200), uniform)
+    token, _, _ = draw(logits.expand(200, -1), plain(200), uniform)
     expected = 1 + ((uniform - 0.5) * 300_000).floor()
     assert (token - expected).abs().max() <= 1
 
@@ -84,7 +84,7 @@ def test_logits_that_are_not_finite_have_no_log_prob(bad, temperature):
     logits = torch.zeros(3, 10)
     logits[1, 4] = bad
     params = [SamplingParams(1, temperature=temperature)] * 3
-    _, logprob = draw(logits, params, torch.full((3,), 0.5, dtype=torch.float64))
+    _, logprob, _ = draw(logits, params, torch.full((3,), 0.5, dtype=torch.float64))
     assert logprob.isfinite().tolist() == [True, False, True]
 
 

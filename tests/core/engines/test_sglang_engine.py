@@ -121,7 +121,7 @@ def engine(engine_of_all):
 
 class TestSGLang(ModelEngineContract):
     model_options = SHAPE
-    seeded = top_p_within_top_k = False
+    seeded = top_p_within_top_k = keeps_sets = False
     draws, long = 1200, 200  # a server does not wait for its client
 
     @pytest.fixture(scope="class", autouse=True)

@@ -53,6 +53,7 @@ class TestVLLM(ModelEngineContract):
     weights."""
 
     model_options = {**SHAPE, "initializer_range": 0.14}
+    keeps_sets = vllm.DEVICE != "cpu"
 
     @pytest.fixture(scope="class", autouse=True)
     def shared(self, tmp_path_factory):

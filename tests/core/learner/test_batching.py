@@ -20,7 +20,7 @@ from core.learner.batching import (
     split_zero_gradient,
 )
 from core.learner.passes import micro_batches
-from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory, pad
+from core.types import BATCH_FIELDS, KeptSets, Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score, ScoreStatus
 
 PAD = 99
@@ -116,6 +116,10 @@ def batches(draw):
     for ordinal in range(draw(st.integers(1, 7))):
         prompt = list(range(1, 1 + int(rng.integers(1, 6))))
         responses = [trajectory(prompt, [5] * int(rng.integers(0, 12))) for _ in range(3)]
+        if seed % 2:  # truncated samples: the second one has kept ids
+            counts = rng.integers(0, 3, len(responses[1].response_ids)).astype(np.int32)
+            kept_ids = rng.integers(0, 99, counts.sum()).astype(np.int32)
+            responses[1] = dataclasses.replace(responses[1], kept=KeptSets(kept_ids, counts))
         groups.append(
             scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal)
         )
@@ -147,10 +151,12 @@ def test_rows_are_those_of_the_padded_fields(batch, data):
     found = batch.rows(chosen)
     spans = batch.spans(chosen)
     for name, value in batch.stored.items():
-        of_tokens = BATCH_FIELDS[name].metadata["axes"] == "N"
-        expected = (
-            torch.cat([value[:0], *(value[span] for span in spans)]) if of_tokens else value[chosen]
-        )
+        axes = BATCH_FIELDS[name].metadata["axes"]
+        if axes == "B":
+            expected = value[chosen]
+        else:
+            parts = value.split(batch.kept_counts.tolist()) if axes == "K" else value[:, None]
+            expected = torch.cat([value[:0], *(part for span in spans for part in parts[span])])
         assert torch.equal(found.stored[name], expected), name
     everything = torch.zeros_like(batch.rollout_log_probs)
     batch.put(everything, torch.arange(len(batch)), batch.rollout_log_probs)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.log_probs import KeptIds, token_log_probs_and_entropy
 from tests import reference
 
 
@@ -69,6 +69,43 @@ def test_gradients_by_finite_differences(chunk, entropy_grad):
         return (log_prob, entropy) if entropy_grad else log_prob
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_over_kept_ids_it_is_a_masked_softmax_with_its_gradients(chunk):
+    """Sets of 1 to 11 ids; the third token has none, which stands for the whole vocabulary."""
+    hidden, weight, bias, labels = make()
+    is_kept = torch.rand(7, 11, generator=torch.Generator().manual_seed(1)) < 0.4
+    is_kept[0] = False
+    is_kept[torch.arange(7), labels] = True
+    counts = is_kept.sum(1)
+    counts[2] = 0
+    ids = is_kept[counts > 0].nonzero()[:, 1]
+    is_kept[2] = True
+    logits = (hidden @ weight.T + bias) / 0.7
+    log_probs = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    kept_log_probs = log_probs.masked_fill(~is_kept, 0)
+    expected = (
+        log_probs.gather(1, labels[:, None])[:, 0],
+        -(kept_log_probs.exp() * is_kept * kept_log_probs).sum(-1),
+    )
+    found = token_log_probs_and_entropy(
+        hidden,
+        weight,
+        labels,
+        temperature=0.7,
+        bias=bias,
+        kept=KeptIds(ids, counts),
+        chunk_elements=chunk,
+        entropy_grad=True,
+    )
+    assert found[0][0] == 0  # one id is certain
+    grads = []
+    for log_prob, entropy in (expected, found):
+        loss = torch.linspace(-1, 2, 7).double() @ log_prob + entropy.square().sum()
+        grads.append(torch.autograd.grad(loss, (hidden, weight, bias)))
+    for one, other in zip((*expected, *grads[0]), (*found, *grads[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_low_precision_weights_get_sums_of_full_precision():

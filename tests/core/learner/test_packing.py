@@ -1,6 +1,8 @@
 """Passes over packed sequences give what a plain pass over each sequence gives, prompts shared or
 not."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.learner import packing, passes
 from core.learner.batching import make_batch
 from core.learner.learner import Actor, Critic
+from core.learner.log_probs import KeptIds
 from core.learner.packing import (
     ATTENTION,
     ForwardInputs,
@@ -126,6 +129,28 @@ def test_a_packed_pass_is_the_plain_pass(float64, arch, sharing, checkpointing):
     assert max(float(grad.norm()) for grad in expected[2].values()) > 1
     for name, want in expected[2].items():
         torch.testing.assert_close(found[2][name], want, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["whole", "shared"])
+def test_ranks_that_split_a_pass_have_the_kept_ids_of_their_labels(sharing):
+    """Token n keeps n % 4 ids, each with the number n."""
+    batch = batch_of(longest=9)
+    mask = batch.response_mask
+    numbers = torch.arange(batch.tokens)[mask]
+    kept = KeptIds(numbers.repeat_interleave(numbers % 4), numbers % 4)
+    arguments = (batch.input_ids.long(), mask, batch.lengths)
+    group = batch.group if sharing else None
+    whole = forward_inputs(*arguments, group_B=group, kept=kept)
+    parts = []
+    for rank in range(3):
+        mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda rank=rank: rank)
+        parts.append(forward_inputs(*arguments, group_B=group, kept=kept, mesh=mesh))
+        assert len(parts[rank].labels) == len(parts[rank].kept.counts)
+        assert int(parts[rank].predicts.sum()) == len(parts[rank].labels)
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    for name in ("ids", "counts"):
+        joined = torch.cat([getattr(part.kept, name) for part in parts])
+        assert torch.equal(joined, getattr(kept, name))
 
 
 def test_a_row_does_not_see_its_neighbours():

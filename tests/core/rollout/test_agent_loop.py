@@ -4,6 +4,7 @@ replays."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -89,6 +90,15 @@ def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
     assert [r.seed for r in requests] == [sampling_seed(1, 3, 5, 0), sampling_seed(1, 3, 5, 1)]
     assert t.seed == sampling_seed(1, 3, 5)
     assert t.policy_version == 0, "the oldest of the turns"
+
+
+def test_an_episode_has_the_kept_ids_of_its_turns_and_none_of_what_was_added():
+    e = episode(scripted("so <ask>x</ask>", "4"))
+    e.sampling = dataclasses.replace(e.sampling, top_k=2, kept_sets=True)
+    asyncio.run(two_turns(e))
+    t = e.trajectory()
+    assert t.kept.counts.tolist() == t.response_mask.tolist()
+    assert t.kept.ids.tolist() == t.response_ids[t.response_mask].tolist()
 
 
 def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated():
