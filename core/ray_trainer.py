@@ -92,7 +92,7 @@ class RayPPOTrainer(Trainer):
             for metrics in self.run.steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    if self.collects_while_learning(metrics.step):  # trainer.max_staleness=1
+                    if self.collects_while_learning(metrics.step):  # trainer.max_staleness > 0
                         batch = self.learn_while_collecting(groups_P, metrics)
                     else:
                         batch = self.learn(groups_P, metrics)
@@ -156,8 +156,8 @@ class RayPPOTrainer(Trainer):
         """Return the step's groups.
 
         They are the first ``train_batch_size`` groups, in prompt-stream order, that ``keep_group``
-        accepts. Set the state that the next step starts from. With ``trainer.max_staleness=1`` the
-        next step's first prompts are answered here too, unless they can be answered during the
+        accepts. Set the state that the next step starts from. With ``trainer.max_staleness`` the
+        prompts of a later step are answered here too, unless they can be answered during the
         update.
         """
         if self.ahead_failure is not None:
@@ -182,16 +182,20 @@ class RayPPOTrainer(Trainer):
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
                 after_group=after_group,
-                ahead=self.collects_ahead(metrics.step),
+                steps_ahead=self.steps_ahead(metrics.step),
+                oldest_version=metrics.step - self.config.trainer.max_staleness,
             )
+            carried_before = self.state.collect_state.carried
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Drop groups finished beyond this step, since which ones finished depends on timing.
-        # collect_ahead() still has them in self.collected.
-        self.set_collect_state(dataclasses.replace(self.collected.state, carried={}))
+        # Drop groups that this step finished beyond its own, since which ones finished depends on
+        # timing. collect_ahead() still has them in self.collected.
+        next_state = self.collected.state
+        carried = {n: group for n, group in next_state.carried.items() if n in carried_before}
+        self.set_collect_state(dataclasses.replace(next_state, carried=carried))
         # workers.overlaps: the engine can generate while the learner updates.
-        if self.collects_ahead(metrics.step) and not self.workers.overlaps:
+        if self.steps_ahead(metrics.step) and not self.workers.overlaps:
             with metrics.time("gen_ahead"):
                 self.set_collect_state(self.runner.run(self.collect_ahead()))
         busy_seconds = self.clock.take()
@@ -234,19 +238,19 @@ class RayPPOTrainer(Trainer):
         """Return the group's scores as ``shape_reward`` changes them."""
         return tuple(map(self.shape_reward, group.scores, group.trajectories))
 
-    # -- collecting for the next step ------------------------------------------------------------
+    # -- collecting for the next steps -----------------------------------------------------------
 
-    def collects_ahead(self, step: int) -> bool:
-        """Return whether this step's policy answers prompts of the next step before its update."""
-        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
+    def steps_ahead(self, step: int) -> int:
+        """Return for how many later steps prompts are answered before this step's update."""
+        return min(self.config.trainer.max_staleness, self.run.total_steps - step)
 
     def collects_while_learning(self, step: int) -> bool:
-        """Return whether the next step's first prompts are answered during this step's update."""
+        """Return whether prompts of later steps are answered during this step's update."""
         # workers.overlaps: the engine can generate while the learner updates.
-        return self.collects_ahead(step) and self.workers.overlaps
+        return self.steps_ahead(step) > 0 and self.workers.overlaps
 
     async def collect_ahead(self) -> CollectState:
-        """Answer the next step's first prompts with the current policy."""
+        """Answer the prompts of later steps that have no answer yet, with the current policy."""
         limits = self.collect_limits()
         return await collect_ahead.collect_ahead(
             self.generate_group, self.keep_group, self.collected, limits
@@ -255,7 +259,7 @@ class RayPPOTrainer(Trainer):
     def learn_while_collecting(
         self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics
     ) -> TrainBatch:
-        """Learn from the step's groups while the next step's first prompts are answered.
+        """Learn from the step's groups while prompts of later steps are answered.
 
         If answering fails, the step is still completed. The next one then raises the failure.
         """

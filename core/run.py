@@ -221,8 +221,9 @@ class Run:
         self.saved_step = saved.step
         self.has_own_checkpoint = checkpoint.folder.parent == self.store.root
         self.health = Health(**saved.values["health"])
-        # Without staleness no answer of an older policy may train
-        carried = saved.carried if self.trainer.max_staleness else {}
+        # The run may now allow less staleness than the one that wrote the checkpoint
+        oldest_version = self.step - self.trainer.max_staleness
+        carried = {n: g for n, g in saved.carried.items() if g.version >= oldest_version}
         if self.stream.keeps_tail and self.trainer.total_training_steps is None:
             # The run may have ended with a short batch, and now has more epochs
             batch_size = self.config.data.train_batch_size

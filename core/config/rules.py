@@ -160,12 +160,6 @@ def stale_samples_are_weighed(config: Config) -> Broken:
         rule = "trains on samples of an older policy, and no rollout correction weighs for it"
         fix = f"set {CORRECTION}.rollout_is=token, or bypass_mode=True there"
         yield "trainer.max_staleness", rule, fix
-    if staleness > 1:
-        rule = (
-            "is at most 1: the next step's samples are drawn while this one updates, and no earlier"
-        )
-        fix = "set 1, or 0 for samples of the policy that they train"
-        yield "trainer.max_staleness", rule, fix
 
 
 def training_samples_answers(config: Config) -> Broken:

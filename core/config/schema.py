@@ -313,7 +313,7 @@ class TrainerConfig(Section):
     max_restarts: Size = bookkeeping(0, "restarts from its checkpoint after a lost process")
     critic_warmup: Size = key(0, "step from which on the policy trains too", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
-    max_staleness: Size = key(0, "steps a sample may be old; 1: collecting overlaps the update")
+    max_staleness: Size = key(0, "steps that samples are old; above 0 collecting overlaps updates")
     project_name: Name | None = bookkeeping(None, "project of loggers; null: rlrepro-<recipe>")
     experiment_name: Name | None = bookkeeping(None, "run's name; null: <model>-seed<seed>")
     default_local_dir: str | None = bookkeeping(

@@ -61,7 +61,7 @@ class Collected:
     groups: tuple[ScoredGroup, ...]
     state: CollectState
     metrics: Mapping[str, float]
-    # The ordinals that collect_ahead answers for the next step
+    # The ordinals that collect_ahead answers for the steps to come
     ahead_window: range = range(0)
 
 
@@ -81,12 +81,15 @@ async def collect_groups(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     after_group: Callable[[], None] = lambda: None,
-    ahead: bool = False,
+    steps_ahead: int = 0,
+    oldest_version: int = 0,
 ) -> Collected:
     """Generate groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     What is still in flight then is aborted. ``after_group()`` is called after each finished group.
-    ``ahead`` is True if collect_ahead is called next; the result then has its ``ahead_window``.
+    collect_ahead is called next for as many steps as ``steps_ahead``; the result then has its
+    ``ahead_window``. Groups of a policy before ``oldest_version`` are too old for the next step,
+    and are not carried to it.
 
     Raises:
         Exhausted: ``limits.drawn`` prompts were drawn and none passed, or fewer than
@@ -118,22 +121,15 @@ async def collect_groups(
     else:
         groups.report_exhausted(chosen)
         next_ordinal = next_to_begin
-    window = range(0)
-    if ahead:
-        window = window_ahead(state.next_ordinal, next_ordinal, len(chosen), limits)
-    return groups.collected(chosen, next_ordinal, window)
-
-
-def window_ahead(first: int, next_ordinal: int, num_chosen: int, limits: CollectLimits) -> range:
-    """Return the ordinals to answer ahead for the next step, which begins at ``next_ordinal``.
-
-    They are as many as this step, which began at ``first``, went through. If it dropped groups,
-    they are a tenth more.
-    """
-    num_ordinals = next_ordinal - first
-    if num_ordinals > num_chosen:  # some were dropped
+    # As many ordinals for each step ahead as this one went through
+    num_ordinals = next_ordinal - state.next_ordinal
+    if num_ordinals > len(chosen):  # some were dropped
         num_ordinals += math.ceil(num_ordinals / 10)
-    return range(next_ordinal, next_ordinal + min(num_ordinals, limits.drawn))
+    end = next_ordinal + steps_ahead * min(num_ordinals, limits.drawn)
+    if steps_ahead:  # what was answered before, for later steps, is not drawn again
+        usable = [n for n, group in state.carried.items() if group.version >= oldest_version]
+        end = max([end, *(ordinal + 1 for ordinal in usable)])
+    return groups.collected(chosen, range(next_ordinal, end), oldest_version)
 
 
 class GroupsInProgress:
@@ -152,15 +148,15 @@ class GroupsInProgress:
         self.limits = limits
         self.decided: dict[int, ScoredGroup | Dropped] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
-        # Carried groups count: they were drawn for this step, only earlier
-        self.drawn = len(self.decided)
+        # Carried groups count once this step reaches them: they were drawn for it, only earlier
+        self.drawn = 0
 
     def begin(self, ordinal: int) -> None:
         """Begin a group, unless it is decided already."""
+        self.drawn += 1
         if ordinal not in self.decided:
             task = asyncio.ensure_future(self.generate_group(ordinal))
             self.in_flight[task] = ordinal
-            self.drawn += 1
 
     async def filter_finished(self) -> int:
         """Wait for groups and filter them. Return how many finished.
@@ -230,22 +226,21 @@ class GroupsInProgress:
         log.warning("%s; training on the %d groups there are", message, len(chosen))
 
     def collected(
-        self, chosen: Collection[ScoredGroup], next_ordinal: int, window: range
+        self, chosen: Collection[ScoredGroup], window: range, oldest_version: int
     ) -> Collected:
-        """Return the outcome of a step. ``next_ordinal`` is the first one it did not reach."""
+        """Return the outcome of a step. ``window`` begins at the first ordinal it did not reach."""
+        next_ordinal = window.start
         dropped = 0
         wasted_tokens = 0
         carried = {}
         for ordinal, group in self.decided.items():
             if ordinal < next_ordinal:
                 dropped += isinstance(group, Dropped)
-            elif window and ordinal in self.state.carried:
-                # A group carried into this step may not be carried again (staleness 2)
-                wasted_tokens += group.tokens
-            else:
+                continue
+            if group.version >= oldest_version:
                 carried[ordinal] = group
-                if ordinal not in window:
-                    wasted_tokens += group.tokens
+            if group.version < oldest_version or ordinal not in window:
+                wasted_tokens += group.tokens
         metrics = {
             "collect/prompts_drawn": self.drawn,
             "collect/prompts_dropped": dropped,

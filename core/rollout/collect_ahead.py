@@ -1,4 +1,8 @@
-"""Answer the next step's first prompts before a step has trained (``trainer.max_staleness=1``)."""
+"""Answer prompts of the next steps before a step has trained (``trainer.max_staleness``).
+
+With a staleness of K the policy of step t answers the prompts of step t + K. Step 1 answers those
+of all steps up to it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ async def collect_ahead(
 ) -> CollectState:
     """Answer and filter the ordinals of ``collected.ahead_window``, and no others.
 
-    The next step's own policy answers what it needs beyond them, and what that step does not reach
-    is drawn again. So timing does not decide which policy answers an ordinal.
+    A step's own policy answers what it needs beyond them, and what has become too old for the next
+    step is drawn again. So timing does not decide which policy answers an ordinal.
     """
     window = collected.ahead_window
     state = collected.state

@@ -43,7 +43,7 @@ TAUGHT = (
     "distillation.reward_weight=1",
     "distillation.teacher.path=${actor_rollout_ref.model.path}",
 )
-STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
+STALE = ("trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=sequence")
 ADAPTIVE = (
     "algorithm.use_kl_in_reward=True",
     "algorithm.kl_ctrl.type=adaptive",

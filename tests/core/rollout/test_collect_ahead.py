@@ -1,9 +1,10 @@
-"""One step off-policy: the next collection behind the update, the same outcome whatever the timing,
+"""Some steps off-policy: the next collection behind the update, the same outcome whatever the timing,
 nothing lost."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 import shutil
@@ -30,22 +31,27 @@ def passes(ordinal: int, version: int, share: float) -> bool:
     return random.Random(f"{version}/{ordinal}").random() < share
 
 
-def written_out(steps: int, passing, wanted: int = P):
-    """(ordinal, version) of every group of every step, written out without a clock: as many
-    ordinals as the last step went through, and a tenth, belong to the policy before last, the
-    others to the last one."""
-    first, window, trained = 0, 0, []
+def written_out(steps: int, passing, staleness: int = 1, ends: bool = False):
+    """(ordinal, version) of every group of every step, written out without a clock: for each of
+    the ``staleness`` steps to come as many ordinals as this one went through, and a tenth, belong to
+    the policy before this step's update, or to the one that answered them before. With ``ends`` no
+    step looks beyond the last one."""
+    first, answered, trained = 0, {}, []
     for step in range(1, steps + 1):
         chosen, ordinal = [], first
-        while len(chosen) < wanted:
-            version = step - 2 if ordinal < first + window else step - 1
+        while len(chosen) < P:
+            version = answered.get(ordinal, step - 1)
             if passing(ordinal, version):
                 chosen.append((ordinal, version))
             ordinal += 1
         trained.append(chosen)
         window = ordinal - first
-        window += math.ceil(window / 10) if window > wanted else 0
+        window += math.ceil(window / 10) if window > P else 0
         first = ordinal
+        usable = {o: v for o, v in answered.items() if o >= first and v >= step - staleness}
+        ahead = min(staleness, steps - step) if ends else staleness
+        end = max(first + ahead * window, *(o + 1 for o in usable), 0) if ahead else first
+        answered = {o: usable.get(o, step - 1) for o in range(first, end)} or usable
     return trained
 
 
@@ -55,8 +61,11 @@ def written_out(steps: int, passing, wanted: int = P):
     share=st.floats(0.2, 1.0),
     in_flight=st.integers(1, 20),
     stop_after=st.integers(0, STEPS),
+    staleness=st.integers(1, 4),
 )
-def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_flight, stop_after):
+def test_ordinals_and_their_versions_do_not_depend_on_timing(
+    timing, share, in_flight, stop_after, staleness
+):
     """Verdicts depend on the policy here, so a sample of another version than expected would change
     what is trained."""
     state, trained, limits = CollectState(), [], CollectLimits(P, in_flight, 10_000)
@@ -64,17 +73,18 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
     def keep(g):
         return passes(g.prompt.ordinal, g.version, share)
 
-    async def two_phases(rollouts, state):
-        """A step's collection, then the next one's with the same policy, on one event loop."""
-        collected = await collect_groups(rollouts, keep, state, limits, ahead=True)
+    async def two_phases(rollouts, state, oldest):
+        """A step's collection, then that of later ones with the same policy, on one event loop."""
+        options = {"steps_ahead": staleness, "oldest_version": oldest}
+        collected = await collect_groups(rollouts, keep, state, limits, **options)
         return collected, await collect_ahead(rollouts, keep, collected, limits)
 
     for step in range(1, STEPS + 1):
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
         start = state.next_ordinal
-        collected, state = asyncio.run(two_phases(rollouts, state))
+        collected, state = asyncio.run(two_phases(rollouts, state, step - staleness))
         trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
-        assert all(g.version >= step - 2 for g in collected.groups)
+        assert all(g.version >= step - 1 - staleness for g in collected.groups)
         assert rollouts.most_in_flight <= in_flight
         finished = list(rollouts.begun)
         for ordinal in rollouts.aborted:
@@ -83,12 +93,21 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         assert list(state.carried) == list(collected.ahead_window)
         assert (
             state.next_ordinal == collected.ahead_window.start >= start + P
-            and len(collected.ahead_window) >= P
+            and len(collected.ahead_window) >= staleness * P
         )
-        assert {verdict.version for verdict in state.carried.values()} == {step - 1}
+        versions = {verdict.version for verdict in state.carried.values()}
+        assert step - 1 in versions and min(versions) >= step - staleness
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
-    assert trained == written_out(STEPS, lambda ordinal, version: passes(ordinal, version, share))
+    passing = functools.partial(passes, share=share)
+    assert trained == written_out(STEPS, passing, staleness)
+
+
+def test_where_nothing_is_dropped_each_sample_is_as_old_as_staleness_says():
+    for staleness in (1, 2, 4):
+        trained = written_out(STEPS, lambda ordinal, version: True, staleness)
+        versions = [{version for _, version in groups} for groups in trained]
+        assert versions == [{max(0, step - staleness)} for step in range(STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +146,29 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
     return run
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(folder, overlapping):
+@pytest.mark.parametrize(("overlapping", "staleness"), [(False, 1), (True, 1), (True, 3)])
+def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(
+    folder, overlapping, staleness
+):
+    keys = (f"trainer.max_staleness={staleness}", STALE[1])
     runs = [
-        fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping)
+        fit(
+            folder,
+            f"t{overlapping}{staleness}{timing}",
+            *keys,
+            timing=timing,
+            overlapping=overlapping,
+        )
         for timing in (1, 2)
     ]
     for run in runs:
-        assert run.details == written_out(STEPS, mixed)
+        assert run.details == written_out(STEPS, mixed, staleness, ends=True)
     ages = [
         step - 1 - version
         for step, one in enumerate(runs[0].details, start=1)
         for _, version in one
     ]
-    assert set(ages) == {0, 1}
+    assert set(ages) == {*range(staleness + 1)}
     rows = load_run(runs[0].run.run_dir).metrics
     assert all(
         ("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows
@@ -148,15 +176,16 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
-    whole = fit(folder, "whole", *STALE)
-    for killed_after in (1, 6):
+    keys = ("trainer.max_staleness=3", STALE[1])
+    whole = fit(folder, "whole", *keys)
+    for killed_after in (1, 4, 6):
         part = folder / f"part{killed_after}"
         shutil.copytree(whole.run.run_dir, part)
         # What a process killed in the next step leaves
         for step in range(killed_after + 1, STEPS + 1):
             shutil.rmtree(part / f"global_step_{step}")
         (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
-        again = fit(folder, part.name, *STALE, timing=5)
+        again = fit(folder, part.name, *keys, timing=5)
         assert whole.details[killed_after:] == again.details
 
 
