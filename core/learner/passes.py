@@ -243,7 +243,9 @@ class LearnerModel:
             )
         kept = None
         if batch.has("kept_ids"):
-            kept = KeptIds(batch.kept_ids.long(), batch.kept_counts[batch.response_mask].long())
+            mask_N = batch.response_mask
+            is_read_K = mask_N.repeat_interleave(batch.kept_counts)
+            kept = KeptIds(batch.kept_ids[is_read_K].long(), batch.kept_counts[mask_N].long())
         return forward_inputs(
             batch.input_ids.long(),
             batch.response_mask,

@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make setup says why", allow_module_level=True)
 
 from core.cluster.workers import LocalWorkers
+from core.config import compose
 from core.engines import vllm
 from core.engines.engine import make_engine
 from core.engines.vllm import VLLMEngine, engine_arguments
@@ -301,3 +302,10 @@ def test_the_configuration_reaches_vllm(model, monkeypatch):
         InputError, match="computes on cpu, the run is on cuda: set trainer.device=cpu"
     ):
         make_engine(config, None, tiny_tokenizer(), torch.device("cuda"))
+
+
+@pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM returns sampling masks")
+def test_kept_sets_are_refused_where_no_kernel_makes_sampling_masks():
+    typed = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.kept_sets=True"]
+    with pytest.raises(InputError, match=r"rollout\.kept_sets=True: vLLM returns no kept ids here"):
+        vllm.make(compose("grpo", typed), None, None, torch.device("cpu"))

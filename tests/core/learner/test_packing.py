@@ -153,6 +153,15 @@ def test_ranks_that_split_a_pass_have_the_kept_ids_of_their_labels(sharing):
         assert torch.equal(joined, getattr(kept, name))
 
 
+def test_kept_ids_of_tokens_that_nobody_reads_are_passed_over():
+    """With one kept id, its own, a token is certain: also where prompts have kept ids."""
+    batch, reader = random_batch(), Policy(model(), temperature=0.7)
+    for has_ids in (batch.response_mask, torch.ones_like(batch.response_mask)):
+        kept = {"kept_counts": has_ids.int(), "kept_ids": batch.input_ids[has_ids]}
+        found = reader.log_probs(batch.adding(**kept), MicroBatchSize(max_sequences=5))
+        assert not any(values.any() for values in found)
+
+
 def test_a_row_does_not_see_its_neighbours():
     """Alone its numbers are the same."""
     batch, reader = random_batch(), Policy(model(), temperature=0.7)
