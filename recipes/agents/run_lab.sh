@@ -17,13 +17,15 @@ react | openai_agents | search) kind="$1" && shift ;;
 esac
 rollout=actor_rollout_ref.rollout
 name="trainer.experiment_name=lab-agent-$kind-seed\${trainer.seed}"
-sums=(preset=lab_tools "$rollout.multi_turn.enable=False" "$rollout.multi_turn.tool_config_path=null" "$name")
+# 256 episodes share the trainer's cores: on a busy machine an agent is not heard for longer than the default 30 s
+own=("$rollout.multi_turn.tool_timeout_s=300" "$name")
+sums=(preset=lab_tools "$rollout.multi_turn.enable=False" "$rollout.multi_turn.tool_config_path=null" "${own[@]}")
 case "$kind" in
 react) settle grpo "${sums[@]}" "$rollout.agent.path=$here/react.py:run" -- "$@" ;;
 openai_agents)
     # Each episode starts a program, so a step has fewer
     settle grpo "${sums[@]}" "$rollout.agent.command='bash $here/play.sh openai_agents_sums'" \
-        "$rollout.multi_turn.tool_timeout_s=120" data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+        data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 \
         data.val_max_samples=32 trainer.test_freq=20 -- "$@"
     env="outputs/agents/openai_agents"
     [[ -e "$env/.installed" ]] || {
@@ -33,7 +35,7 @@ openai_agents)
     }
     ;;
 search)
-    settle search_r1 preset=lab "$rollout.agent_loop=outside_agent" "$rollout.agent.path=$here/search.py:run" "$name" -- "$@"
+    settle search_r1 preset=lab "$rollout.agent_loop=outside_agent" "$rollout.agent.path=$here/search.py:run" "${own[@]}" -- "$@"
     seed=1
     for argument in "$@"; do [[ "$argument" == trainer.seed=* ]] && seed="${argument#*=}"; done
     "$python" -m recipes.search_r1.knowledge_model --seed "$seed"
