@@ -92,16 +92,25 @@ def examine(
     file = reader.values(file_pairs)
     script = reader.values(script_pairs)
     typed = reader.values(typed_pairs)
+    file_preset = file.pop("preset", None)
     script_preset = script.pop("preset", None)
     typed_preset = typed.pop("preset", None)
 
-    tree = over(convert.as_tree(schema()), nested(file))
+    tree = convert.as_tree(schema())
+    chosen = typed_preset or script_preset
+    if chosen is None:
+        tree = over(tree, _preset(recipe, file_preset, problems))
+    elif file_preset not in (None, chosen):
+        reader.warnings.append(_given_twice("preset", chosen, file_preset))
+    tree = over(tree, nested(file))
     if typed_preset is None:
         tree = over(tree, _preset(recipe, script_preset, problems))
     tree = over(tree, nested(script), _preset(recipe, typed_preset, problems))
     tree = over(tree, literal(own_tree(base or {}, schema)), nested(typed))
     techniques_off = _techniques(reader.foreign, problems)
-    config, refused = validated(schema, _resolved(tree, schema, problems), reader.line)
+    tree = _resolved(tree, schema, problems)
+    dashed = _write_dashes(tree)
+    config, refused = validated(schema, tree, reader.line)
     given = {**script, **typed}
     config, misplaced = defaults.over_ray(config, given)
     config = defaults.resolve(config, recipe)
@@ -112,7 +121,11 @@ def examine(
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, problems))),
-        warnings=(*reader.warnings, *map(str, rules.broken("WARNINGS", config, recipe))),
+        warnings=(
+            *reader.warnings,
+            *dashed,
+            *map(str, rules.broken("WARNINGS", config, recipe)),
+        ),
         words=reader.line.words,
         script=script,
         typed=typed,
@@ -215,8 +228,6 @@ def _file(recipe: str, options: Mapping[str, str], problems: Problems) -> Tree:
     if others:
         rule = f"its defaults list names {', '.join(others)}, and a file here is whole"
         problems.append(f"{word}: {rule}; write those keys into it, or type them")
-    if tree.pop("preset", None) is not None:
-        problems.append(f"{word}: a preset is chosen on the command line; type preset=NAME there")
     return tree
 
 
@@ -250,8 +261,7 @@ class Reader:
         last: Tree = {}
         for key, value in pairs:
             if key in last and last[key] != value:
-                rule = f"is given twice, before as {show(last[key], key)}"
-                self.warnings.append(str(Problem(key, value, rule, "this last one counts")))
+                self.warnings.append(_given_twice(key, value, last[key]))
             last[key] = value
             if key == "preset":
                 values[key] = show(value)
@@ -286,6 +296,12 @@ class Reader:
             values[key] = value
 
 
+def _given_twice(key: str, value: Any, before: Any) -> str:
+    """Return the warning of a key whose last value counts."""
+    rule = f"is given twice, before as {show(before, key)}"
+    return str(Problem(key, value, rule, "this last one counts"))
+
+
 def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]:
     """Return the keys of another recipe's techniques that are off, with the reason.
 
@@ -304,6 +320,22 @@ def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]
 
 
 # --- trees ---
+
+
+def _write_dashes(tree: Tree) -> list[str]:
+    """Write a dash for each slash in the names of run and project, and return a warning of each.
+
+    verl reads such a name as a path.
+    """
+    warnings = []
+    for name in ("experiment_name", "project_name"):
+        value = tree.get("trainer", {}).get(name)
+        if isinstance(value, str) and "/" in value.strip("/"):
+            written = re.sub("/+", "-", value.strip("/"))
+            tree["trainer"][name] = written
+            fix = f"it is read as {written}"
+            warnings.append(str(Problem(f"trainer.{name}", value, "is one step of a path", fix)))
+    return warnings
 
 
 def _resolved(tree: Tree, schema: type[Config], problems: Problems) -> Tree:

@@ -147,11 +147,19 @@ def test_of_two_values_of_a_key_the_last_counts_and_a_line_tells():
     assert not examine("grpo", ["preset=paper", "preset=paper"]).warnings
 
 
-def test_a_preset_that_a_file_names_is_refused(tmp_path):
+def test_a_preset_that_a_file_names_lies_under_the_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("preset: paper\ntrainer: {seed: 4}\n")
-    found = examine("grpo", [f"--config-path={tmp_path}", "--config-name=mine"])
-    assert found.config.trainer.seed == 4
-    assert [problem.partition("; ")[2] for problem in found.problems] == ["type preset=NAME there"]
+    file = [f"--config-path={tmp_path}", "--config-name=mine"]
+    composed = examine("grpo", file)
+    assert (composed.config.actor_rollout_ref.rollout.n, composed.config.trainer.seed) == (64, 4)
+    assert not composed.problems and not composed.warnings
+    composed = examine("grpo", [*file, "preset=script"])
+    assert (
+        composed.config.actor_rollout_ref.rollout.n
+        == compose("grpo", ["preset=script"]).actor_rollout_ref.rollout.n
+    )
+    assert composed.config.trainer.seed == 4
+    assert [warning.partition(":")[0] for warning in composed.warnings] == ["preset=script"]
 
 
 def test_an_error_of_yaml_has_its_line(tmp_path):
@@ -162,10 +170,16 @@ def test_an_error_of_yaml_has_its_line(tmp_path):
         assert f"line {line}, " in problems[0] and "\n" not in problems[0]
 
 
-def test_a_slash_in_the_name_of_a_run_is_refused_with_what_to_write():
-    (problem,) = examine("grpo", ["trainer.experiment_name=qwen/grpo"]).problems
-    assert problem.startswith("trainer.experiment_name=qwen/grpo: must be a name of at most 200")
-    assert problem.endswith("; write letters, digits, dashes and dots alone, or leave it out")
+def test_a_slash_in_the_name_of_a_run_is_read_as_a_dash():
+    found = examine("grpo", ["trainer.experiment_name=qwen//grpo/1", "trainer.project_name=a/b"])
+    trainer = found.config.trainer
+    assert (trainer.experiment_name, trainer.project_name) == ("qwen-grpo-1", "a-b")
+    assert trainer.default_local_dir == "outputs/grpo/qwen-grpo-1"
+    keys = [one.partition("=")[0] for one in found.warnings]
+    assert keys == ["trainer.experiment_name", "trainer.project_name"] and not found.problems
+    model = "actor_rollout_ref.model.path=org/name"
+    found = examine("grpo", [model, "trainer.experiment_name=${actor_rollout_ref.model.path}-2"])
+    assert found.config.trainer.experiment_name == "org-name-2"
 
 
 def test_plus_signs_and_sections():
