@@ -268,7 +268,7 @@ def test_the_configuration_reaches_vllm(model, monkeypatch):
         ),
         *(
             f"{ROLLOUT}.enable_prefix_caching=False",
-            "+actor_rollout_ref.model.override_config.rope_parameters.rope_theta=5.0",
+            "+actor_rollout_ref.model.override_config.rope_theta=5.0",
         ),
     )
     found = engine_arguments(config, empty)

@@ -130,12 +130,22 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
     [
         (WINDOW, ("layer_types",), WINDOW),
         (
+            {"rope_scaling": {"rope_type": "yarn", **YARN}},
+            (),
+            {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN}},
+            (),
+            {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
+        ),
+        (
             {"rope_parameters": {"rope_type": "yarn", **YARN}},
             (),
             {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
         ),
         (
-            {"rope_parameters": {"rope_theta": 100.0}},
+            {"rope_theta": 100.0},
             (),
             {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         ),
@@ -163,14 +173,13 @@ def test_an_override_is_what_config_json_would_make_of_it_in_the_learner_and_for
     "override",
     [
         {"no_such": 1},
-        {"rope_theta": 1.0},
         {"sliding_window": 4},
+        {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2},
     ],
 )
 def test_an_override_without_effect_is_refused(base, override):
     with pytest.raises(
-        InputError,
-        match=r"^actor_rollout_ref\.model\.override_config\.(no_such|rope_theta|sliding_window)",
+        InputError, match=r"^actor_rollout_ref\.model\.override_config\.(no_such|sliding_window)"
     ):
         loaded(base, **override)
 
@@ -226,7 +235,7 @@ def test_positions_that_do_not_depend_on_length_have_no_such_bound():
 
 
 @pytest.mark.parametrize(
-    "override", [{"num_hidden_layers": "x"}, {"rope_parameters": {"rope_type": "yarn"}}]
+    "override", [{"num_hidden_layers": "x"}, {"rope_scaling": {"rope_type": "yarn"}}]
 )
 def test_an_override_that_the_model_refuses_is_one_line(base, override):
     with pytest.raises(
