@@ -18,6 +18,7 @@ from tests.test_structure import modules
 NOT_TYPED = {
     "core.rewards.grader_process",
     "core.rewards.graders",
+    "recipes.agents.openai_agents_sums",
     "recipes.launch.strikes",
     "reward_scores.sandbox.harness",
 }

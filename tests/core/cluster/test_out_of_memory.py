@@ -15,7 +15,7 @@ from core.command_line import work
 from core.config import compose
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, out_of_memory
-from core.learner import learner
+from core.learner import step_models
 from core.learner.learner import Actor
 from tests.faults.tiny_run import command, prepare
 
@@ -37,7 +37,7 @@ def fail(*_, **__):
 
 # phase -> what is planted: an owner and its method that fails
 PLANTED = {
-    "load": (learner, "load_critic"),
+    "load": (step_models, "load_critic"),
     "gen": (HFEngine, "sample"),
     "update_actor": (Actor, "update"),
     "save_checkpoint": (LocalWorkers, "save"),
