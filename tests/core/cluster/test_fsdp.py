@@ -17,7 +17,7 @@ from core.tracking.metric_sums import MetricSums
 from tests.core import fsdp_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.optimizer_steps import update_actor, update_critic
-from tests.tiny import tiny_tokenizer
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 CPU = torch.device("cpu")
 WHOLE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"  # one optimizer step
@@ -170,7 +170,10 @@ def two(models, tmp_path_factory):
             *("train", cluster_config(models["tied"], *ADAPTERS)),
             {"batch": batch, "save": folder / "adapters", "ref": True},
         ),
-        "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
+        "split": (
+            *("train", cluster_config(models["untied"], *SPLIT)),
+            {"batch": truncated(batch), "ref": True},
+        ),
         "clip_cov": (
             "train",
             cluster_config(models["untied"], *CLIP_COV),
@@ -210,6 +213,16 @@ def test_two_ranks_train_as_one_process(two, models, name, updates):
     """The tied model has every memory knob turned, the reference none."""
     expected = train_local(cluster_config(models[name]), mixed_batch(), updates)
     assert_same_training(getattr(two, name), expected)
+
+
+def truncated(batch):
+    """Return the batch with kept ids for three of four tokens: their own and two others."""
+    labels = batch.input_ids[batch.response_mask]
+    is_cut = torch.arange(len(labels)) % 4 > 0
+    counts = torch.zeros(batch.tokens, dtype=torch.int32)
+    counts[batch.response_mask] = 3 * is_cut.int()
+    ids = torch.stack([labels, (labels + 1) % VOCAB_SIZE, (labels + 7) % VOCAB_SIZE], 1)
+    return batch.adding(kept_counts=counts, kept_ids=ids[is_cut].flatten().int())
 
 
 def local_gradients(config, batch):
@@ -260,8 +273,12 @@ def test_adapters_train_on_two_ranks_and_their_checkpoint_goes_on_in_one_process
 
 
 def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
-    """Policy, reference and critic, against padded rows and no split."""
-    expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
+    """Policy, reference and critic, against padded rows and no split. Their log-probs are over
+    kept ids."""
+    batch = truncated(mixed_batch())
+    expected = train_local(cluster_config(models["untied"]), batch, ref=True)
+    whole = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
+    assert not torch.allclose(expected["ref"], whole["ref"], atol=0.1)
     assert_same_training(two.split, expected)
     torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
 
