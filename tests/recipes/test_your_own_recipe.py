@@ -129,7 +129,9 @@ def test_loss_hook_and_scorer_act_in_a_run_that_is_reported(project, capsys):
     assert any("marked" in name for name in lines[0]) and not any(
         "/length/" in name for name in lines[0]
     )
-    assert done.stdout.strip().splitlines()[-1].startswith("mine/lab-seed1: accuracy on lab/hops ")
+    accuracy, reward = done.stdout.strip().splitlines()[-2:]
+    assert accuracy.startswith("mine/lab-seed1: accuracy on lab/hops ")
+    assert reward.startswith("mine/lab-seed1: reward on lab/hops ")  # which is dense here
     assert report.main([str(folder)]) == 0
     assert "mine/lab-seed1" in capsys.readouterr().out and (folder / "report.html").exists()
 
