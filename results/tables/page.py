@@ -71,30 +71,33 @@ def forest(table: Table, numbers: Numbers) -> str:
 
 
 def statements_picture(made: Sequence[Made]) -> str:
-    """Return the statements of all tables with their verdicts as a picture, one below the other."""
+    """Return the statements of all tables with their verdicts as a picture, one below the other.
+
+    Each table has a scale of its own, since points of accuracy and of exact match differ in size.
+    """
     rows = []
     for table, numbers in made:
-        for each in table.statements:
-            pair = each.row, each.against, each.measure
+        pairs = [(each.row, each.against, each.measure) for each in table.statements]
+        gaps = [table.gap(numbers, *pair) for pair in pairs]
+        in_paper = [table.paper_gap(*pair) for pair in pairs]
+        ends = [abs(end) for gap in gaps for end in (gap.low, gap.high)]
+        reach = max([*ends, *(abs(gap) for gap in in_paper if gap is not None)])
+        for each, here, paper in zip(table.statements, gaps, in_paper, strict=True):
             rows.append(
                 {
                     "verdict": table.verdict(numbers, each),
                     "table": f"{table.paper.title}, {table.paper.table}",
                     "lines": textwrap.wrap(each.says, 56, max_lines=2, placeholder=" …"),
-                    "here": table.gap(numbers, *pair),
-                    "paper": table.paper_gap(*pair),
+                    "here": here,
+                    "paper": paper,
+                    "x": lambda value, reach=reach: round(210 + 194 * value / reach, 1),
                 }
             )
     counts = Counter(row["verdict"] for row in rows)
-    ends = [abs(end) for row in rows for end in (row["here"].low, row["here"].high)]
-    ends += [abs(row["paper"]) for row in rows if row["paper"] is not None]
-    reach = max(ends, default=1.0)
     values = {
         "rows": rows,
         "summary": "Statements of papers: "
         + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()),
-        "reach": f"{reach:.0f}",
-        "x": lambda value: round(210 + 194 * value / reach, 1),
     }
     return environment().get_template("statements.svg.jinja").render(**values)
 
