@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray's workers would wait for every other process of a busy machine, and tests of them time out
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_xdist_make_scheduler(config, log):
