@@ -39,6 +39,7 @@ REFUSALS = {
     # What was kept is not there
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),
     r"data\.train_files=\./questions\.jsonl": (2, "does not exist"),  # a reader's own questions
+    r"agent\.path=my/agent\.py": (2, "does not exist"),  # a reader's own agent
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),
 }
