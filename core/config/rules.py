@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from core.config import convert, recipes, registry
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION, Problem
-from core.config.training_keys import ACTOR, LAYERS, ULYSSES
+from core.config.training_keys import ACTOR, LAYERS, ULYSSES, LearnerConfig
 
 Broken = Iterator[tuple[str, str, str]]  # key, rule, fix
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,14 +34,19 @@ def broken(which: str, config: Config, recipe: str) -> list[Problem]:
     ]
 
 
+def trained(config: Config) -> dict[str, LearnerConfig]:
+    """Return section -> settings of the models that train."""
+    learners: dict[str, LearnerConfig] = {ACTOR: config.actor_rollout_ref.actor}
+    if config.has_critic:
+        learners["critic"] = config.critic
+    return learners
+
+
 def schedules_have_an_end(config: Config) -> Broken:
     if config.trainer.total_training_steps is not None or not config.drops_groups:
         return
     rule = "needs the number of training steps, which filtering leaves open"
-    learners = {ACTOR: config.actor_rollout_ref.actor}
-    if config.has_critic:
-        learners["critic"] = config.critic
-    for section, learner in learners.items():
+    for section, learner in trained(config).items():
         optim = learner.optim
         if optim.lr_scheduler_type == "cosine":
             yield f"{section}.optim.lr_scheduler_type", rule, "set trainer.total_training_steps"
@@ -108,11 +113,8 @@ def parts_divide_ranks(config: Config) -> Broken:
 
 def passes_hold_a_sequence(config: Config) -> Broken:
     """Check the size of passes: a number of trajectories, or of tokens."""
-    learners = {ACTOR: config.actor_rollout_ref.actor}
-    if config.has_critic:
-        learners["critic"] = config.critic
     longest = config.longest_sequence
-    for section, learner in learners.items():
+    for section, learner in trained(config).items():
         if not learner.use_dynamic_bsz and learner.ppo_micro_batch_size_per_gpu is None:
             fix = (
                 "give a number of trajectories a pass, or leave use_dynamic_bsz out: passes are "

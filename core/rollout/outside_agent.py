@@ -105,22 +105,27 @@ class OutsideAgentLoop(AgentLoop):
     async def _call_function(self, session: ChatSession, token: str) -> Any:
         """Return what the user's function returns, run in a thread of its own."""
         prompt = session.root.prompt
-        url = self.endpoint.url
+        # The run's deadlines bound a call, and no proxy stands before the loopback address
+        no_proxy = {"trust_env": False, "timeout": None}
+        options = {
+            "base_url": self.endpoint.url,
+            "api_key": token,
+            "timeout": None,
+            "max_retries": 0,
+        }
 
         async def call_coroutine() -> Any:
             import openai
 
-            transport = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
-            options = {"timeout": None, "max_retries": 0, "http_client": transport}
-            async with openai.AsyncOpenAI(base_url=url, api_key=token, **options) as client:
+            http = openai.DefaultAsyncHttpxClient(**no_proxy)
+            async with openai.AsyncOpenAI(**options, http_client=http) as client:
                 return await self.function(prompt, client)
 
         def call_plain() -> Any:
             import openai
 
-            transport = openai.DefaultHttpxClient(trust_env=False, timeout=None)
-            options = {"timeout": None, "max_retries": 0, "http_client": transport}
-            with openai.OpenAI(base_url=url, api_key=token, **options) as client:
+            http = openai.DefaultHttpxClient(**no_proxy)
+            with openai.OpenAI(**options, http_client=http) as client:
                 return self.function(prompt, client)
 
         is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(self.function))
