@@ -94,6 +94,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(key, otherwise_dotted, 1, 0.95)), None)
 
 
+@functools.cache  # sections have few names, which keys repeat
 def _likeness(name: str, other: str) -> float:
     return 1.0 if name == other else SequenceMatcher(None, name, other).ratio()
 

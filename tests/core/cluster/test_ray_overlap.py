@@ -119,6 +119,15 @@ def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
 
 
 @pytest.mark.slow
+def test_samples_two_policies_old_are_those_of_a_run_in_one_process(files):
+    two = "trainer.max_staleness=2"
+    apart, alone = fit(files, "two_apart", *APART, two), fit(files, "two_alone", two)
+    assert apart.trained == alone.trained
+    ages = [{step - 1 - version for _, version in groups} for step, groups in apart.trained.items()]
+    assert [max(age) for age in ages] == [0, 1, 2, 2, 2]
+
+
+@pytest.mark.slow
 def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monkeypatch):
     monkeypatch.setattr(Trainer, "kill_in", 3)
     killed = fit(files, "killed", *APART, "trainer.max_restarts=1")
