@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from core.data.vocabulary import known_ids
 from core.engines.engine import RolloutEngine, make_engine
-from core.engines.weight_buckets import checksum
 from core.learner.lora import merged_weights
 from core.learner.models import load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
@@ -127,7 +126,7 @@ class LocalWorkers:
         return self.models.update_critic(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the weights to the engine, in memory, and check by checksums and a probe.
+        """Hand the weights to the engine, in memory, and check by comparing them and a probe.
 
         With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights
         out of range.
@@ -137,19 +136,9 @@ class LocalWorkers:
         if self.one_copy:
             self.engine.policy_version = version
             return {}
-        sent = {}
-        # An engine with the learner's names of weights has this attribute, and reports checksums
-        dtype = getattr(self.engine, "weights_dtype", None)
-
-        def sending() -> Iterator[tuple[str, Tensor]]:
-            for name, value in merged_weights(policy.module):
-                if dtype is not None:
-                    sent[name] = checksum(value.to(dtype) if value.is_floating_point() else value)
-                yield name, value
-
-        proofs = self.engine.update_weights(sending(), version)
-        if dtype is not None:
-            compare_weights(sent, proofs[0].weights)
+        weights = dict(merged_weights(policy.module))
+        self.engine.update_weights(weights.items(), version)
+        compare_weights(weights, getattr(self.engine, "weights", {}))
         vocab_size = policy.module.config.get_text_config().vocab_size
         log_probs = self.engine.probe(probe_ids(vocab_size))
         diff = compare_probe(expected, log_probs, bf16=not self.config.full_precision)

@@ -58,7 +58,6 @@ class HFEngine(InProcessEngine):
         super().__init__(tokenizer, _prepared(model, dtype), model.device)
         self.max_rows = max_batch_rows
         self.max_prefill_tokens = max_prefill_tokens
-        self.weights_dtype = model.dtype
         self.cache = RowCache(model)
         self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
         self.rows: list[Generation] = []  # rows[i] has place i of the cache
@@ -218,8 +217,15 @@ class HFEngine(InProcessEngine):
             parameters[weight.names[0]].copy_(value)
 
     def _finish(self) -> list[Proof]:
-        checksums = {name: checksum(value) for name, value in self.model.named_parameters()}
+        checksums = {}
+        if any(received is not None for received in self._received):  # from another process
+            checksums = {name: checksum(value) for name, value in self.weights.items()}
         return [Proof(tuple(self._received), checksums)]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights under the names of the learner, those of a tied one once."""
+        return dict(self.model.named_parameters())
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return text_log_probs(self.model, token_ids, self.device)

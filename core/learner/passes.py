@@ -447,12 +447,13 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
     return log_probs
 
 
-def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
-    """Compare checksums of weights, by name, that the learner sent and an engine holds.
+@torch.no_grad()
+def compare_weights(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Compare the weights that an engine holds with those that the learner sent, by name.
 
-    Raises WeightSyncError if they differ.
+    Raises WeightSyncError unless each is the other one, rounded to the engine's precision.
     """
-    wrong = [name for name, checksum in held.items() if sent.get(name) != checksum]
+    wrong = [name for name, value in held.items() if not sent[name].to(value.dtype).equal(value)]
     if wrong:
         raise WeightSyncError(
             f"after the weight sync {len(wrong)} of {len(held)} weights of the engine are not "
