@@ -1,8 +1,8 @@
 """Where a step's time goes: tokens a second, seconds by phase, peak memory, model FLOPs
 utilisation.
 
-    python -m tests.benchmarks.step [--steps 5] [--repeats 3] [--threads 2] [--dtype fp32] [--former
-    FOLDER]
+    python -m tests.benchmarks.step [--steps 5] [--repeats 3] [--threads 2] [--dtype fp32]
+        [--former FOLDER] [--beside "KEY=VALUE ..."]
 
 The workload is that of ``tests/benchmarks/trl`` (32 prompts x 8 answers of 64 tokens, 3.2 M
 parameters), through the ordinary trainer. **Formula.** A forward pass over a token costs ``2 N + 4
@@ -12,7 +12,8 @@ pass for each prompt (shared by its answers) and for each new token; the update 
 these tokens (forward, and twice that backward), since it shares the prompts, too. Repeated prompts
 would count for nothing. Utilisation is that over the seconds of the phase, over the measured peak:
 the best of ten products of two 2048 x 2048 matrices, same precision, same threads. A figure is the
-median of the repeats; with ``--former``, a clone with earlier code takes turns with this one.
+median of the repeats; with ``--former``, a clone with earlier code takes turns with this one, with
+``--beside`` this code under other keys.
 Writes ``results/benchmarks/step.{json,md}``.
 """
 
@@ -86,21 +87,17 @@ def measure(args: argparse.Namespace) -> dict:
         folder = Path(temporary)
         prepare(folder)
         options = {"steps": args.steps, "dtype": args.dtype, "max-new": NEW_TOKENS}
-        sides = {"ours": ROOT} | ({"former": args.former} if args.former else {})
+        sides = {"ours": (ROOT, options)}
+        if args.former:
+            sides["former"] = args.former, options
+        if args.beside:
+            sides["beside"] = ROOT, options | {"keys": args.beside}
         runs = {side: [] for side in sides}
         for repeat in range(args.repeats):
             for side in sorted(sides, reverse=repeat % 2 == 0):
-                runs[side].append(
-                    run(
-                        "ours",
-                        sys.executable,
-                        folder,
-                        "fixed",
-                        args.threads,
-                        sides[side],
-                        **options,
-                    )
-                )
+                root, given = sides[side]
+                found = run("ours", sys.executable, folder, "fixed", args.threads, root, **given)
+                runs[side].append(found)
         work = flops(prompt_length(folder))
     peak = matmul_peak(args.threads, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype])
     found = {side: middle(several) for side, several in runs.items()}
@@ -114,6 +111,8 @@ def measure(args: argparse.Namespace) -> dict:
         "matmul_peak_gflops": peak / 1e9,
         "mfu": {name: flop / found["ours"]["phases_s"][name] / peak for name, flop in work.items()},
         "former": found.get("former"),
+        "beside": found.get("beside"),
+        "beside_keys": args.beside,
     }
 
 
@@ -144,22 +143,25 @@ def table(report: dict) -> str:
         f"matmul peak "
         f"{report['matmul_peak_gflops']:.0f} GFLOP/s.",
         "",
-        "| phase | seconds | share | model FLOPs utilisation | former code, seconds |",
-        "|---|---|---|---|---|",
     ]
-    former = report["former"] or {"phases_s": {}}
+    others = {  # heading -> what was measured in turn with it
+        "the former code": report["former"],
+        f"with {report['beside_keys']}": report["beside"],
+    }
+    others = {heading: other for heading, other in others.items() if other}
+    headings = ["phase", "seconds", "share", "model FLOPs utilisation", *others]
+    lines += [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for name, seconds in sorted(report["phases_s"].items(), key=lambda item: -item[1]):
         mfu = f"{report['mfu'][name]:.1%}" if name in report["mfu"] else ""
-        before = f"{former['phases_s'][name]:.3f}" if name in former["phases_s"] else ""
-        lines.append(
-            f"| {name} | {seconds:.3f} | {seconds / report['phases_s']['step']:.0%} | "
-            f"{mfu} | {before} |"
-        )
-    if report["former"]:
+        cells = [name, f"{seconds:.3f}", f"{seconds / report['phases_s']['step']:.0%}", mfu]
+        for other in others.values():
+            cells.append(f"{other['phases_s'][name]:.3f}" if name in other["phases_s"] else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    for heading, other in others.items():
         lines += [
             "",
-            f"The former code: {former['seconds_per_step']:.2f} s a step, "
-            f"{former['peak_rss_mib']:.0f} MiB.",
+            f"{heading[0].upper()}{heading[1:]}: {other['seconds_per_step']:.2f} s a step, "
+            f"{other['peak_rss_mib']:.0f} MiB.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--former", type=Path, help="a clone with earlier code")
+    parser.add_argument("--beside", metavar="KEYS", help="key=value ..., to run in turn with none")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
     args = parser.parse_args()

@@ -37,6 +37,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--exact", type=int, default=0)  # 1: no answer ends before max-new
     parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--keys", default="")  # key=value, separated by spaces
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -74,6 +75,7 @@ def main() -> None:
             "trainer.val_before_train=False",
             "trainer.n_gpus_per_node=1",
             "trainer.logger=[jsonl]",
+            *args.keys.split(),
         ],
     )
     trainer = Clocked(config)
