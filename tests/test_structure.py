@@ -206,3 +206,12 @@ def test_what_documents_name_exists():
             if not any(map(Path.exists, (module.with_suffix(".py"), module / "__main__.py"))):
                 missing.append(f"{relative(path)}: {name}")
     assert not missing
+
+
+def test_every_table_of_a_document_has_its_heading():
+    for path in (path for top in TOP_LEVEL for path in ROOT.glob(f"{top}/**/*.md")):
+        above = ""
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.fullmatch(r"\|(\s*:?-{3,}:?\s*\|)+", line):
+                assert above.startswith("|"), f"{relative(path)}:{number}"
+            above = line
