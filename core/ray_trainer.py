@@ -37,7 +37,7 @@ from core.rollout.collect import (
     results_of,
 )
 from core.run import LoopState
-from core.tracking.health import FAILED
+from core.tracking.health import FAILED_RATE
 from core.tracking.loggers import progress
 from core.tracking.metrics import data_metrics, progress_metrics
 from core.tracking.tracker import generation_rows
@@ -45,7 +45,7 @@ from core.trainer import Trainer
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
-# A step draws at most this many times as many prompts as it needs.
+# A step draws at most this factor times max(train_batch_size, gen_batch_size) prompts.
 MAX_DRAW_FACTOR = 10
 # Sample index of the greedy answer whose score is a group's baseline; sampled answers count from 0.
 GREEDY_SAMPLE_INDEX = -1
@@ -85,14 +85,14 @@ class RayPPOTrainer(Trainer):
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        # self.runner runs the coroutines of all steps on one event loop.
+        # self.runner runs all coroutines on one event loop. The three are closed after the loop.
         with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
-            for metrics in self.run.steps():
+            for metrics in self.run.steps():  # metrics.step is the step's number
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    if self.collects_while_learning(metrics.step):  # trainer.max_staleness > 0
+                    if self.collects_while_learning(metrics.step):
                         batch = self.learn_while_collecting(groups_P, metrics)
                     else:
                         batch = self.learn(groups_P, metrics)
@@ -141,10 +141,10 @@ class RayPPOTrainer(Trainer):
         inputs = advantages.inputs_of(batch, algorithm, kl_rewards_N)
         token_shape = batch.response_mask.shape
         advantages_N, returns_N = checks.call_and_check(
-            self.estimator, inputs, token_shape, torch.Tensor
+            self.estimator, inputs, token_shape, second=torch.Tensor
         )
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        # After the estimator: it adds kl_rewards_N to batch.reward itself and would count it twice.
+        # Only now: the estimator was given batch.reward and kl_rewards_N apart, and adds them.
         if kl_rewards_N is not None:
             kl_rewards_B = sum_by_sequence(kl_rewards_N, batch.lengths)
             batch = batch.adding(reward=batch.reward + kl_rewards_B)
@@ -170,8 +170,8 @@ class RayPPOTrainer(Trainer):
 
             def after_group() -> None:
                 count_group()
-                # Stop once as many answers as a step needs are there and the scorer failed on all:
-                # a step that drops its groups would go on drawing prompts.
+                # Stop if the scorer failed on every answer so far, and these are as many as a step
+                # needs: otherwise a step that drops such groups would go on drawing prompts.
                 answers_needed = groups_needed * self.config.actor_rollout_ref.rollout.n
                 self.reward.failures.stop_if_every_answer_failed(answers_needed)
 
@@ -183,21 +183,26 @@ class RayPPOTrainer(Trainer):
                 stop_requested=lambda: self.run.stop.requested,
                 after_group=after_group,
                 steps_ahead=self.steps_ahead(metrics.step),
+                # The next step's own policy has version metrics.step
                 oldest_version=metrics.step - self.config.trainer.max_staleness,
             )
-            carried_before = self.state.collect_state.carried
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Drop groups that this step finished beyond its own, since which ones finished depends on
-        # timing. collect_ahead() still has them in self.collected.
+        # Of the groups after the step's last one, carry only those carried before: which new ones
+        # finished depends on timing. collect_ahead() still finds the new ones in self.collected.
+        carried_before = self.state.collect_state.carried
         next_state = self.collected.state
-        carried = {n: group for n, group in next_state.carried.items() if n in carried_before}
+        carried = {
+            ordinal: group
+            for ordinal, group in next_state.carried.items()
+            if ordinal in carried_before
+        }
         self.set_collect_state(dataclasses.replace(next_state, carried=carried))
-        # workers.overlaps: the engine can generate while the learner updates.
-        if self.steps_ahead(metrics.step) and not self.workers.overlaps:
+        if self.steps_ahead(metrics.step) > 0 and not self.workers.generates_while_learning:
             with metrics.time("gen_ahead"):
                 self.set_collect_state(self.runner.run(self.collect_ahead()))
+        # Seconds of decoding and scoring since the last take(), which sets the clock to 0
         busy_seconds = self.clock.take()
         metrics.add({f"timing_s/{activity}": s for activity, s in busy_seconds.items()})
         return self.collected.groups
@@ -217,20 +222,21 @@ class RayPPOTrainer(Trainer):
         return CollectLimits(wanted, in_flight, drawn, raise_on_exhausted=False)
 
     async def generate_group(self, ordinal: int) -> ScoredGroup:
-        """Answer the prompt of an ordinal ``rollout.n`` times, score and shape the answers.
+        """Answer a prompt ``rollout.n`` times; score and shape the answers.
 
+        ``ordinal`` is the prompt's position in the prompt stream.
         If the estimator needs a baseline, a greedy answer is generated too; its score is the
         group's baseline.
         """
         prompt = self.stream.prompt(ordinal)
         sample_indices = range(self.config.actor_rollout_ref.rollout.n)
-        sampled_answers = self.score_answers(prompt, sample_indices, self.train_sampling)
+        sampling = self.generate_and_score(prompt, sample_indices, self.train_sampling)
         if not self.config.algorithm.estimator.greedy_baseline:
-            group = await sampled_answers
+            group = await sampling
             return dataclasses.replace(group, scores=self.shaped_scores(group))
         greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
-        greedy_answer = self.score_answers(prompt, [GREEDY_SAMPLE_INDEX], greedy_sampling)
-        group, greedy_group = await results_of([sampled_answers, greedy_answer])
+        greedy = self.generate_and_score(prompt, [GREEDY_SAMPLE_INDEX], greedy_sampling)
+        group, greedy_group = await results_of([sampling, greedy])
         (baseline,) = self.shaped_scores(greedy_group)
         return dataclasses.replace(group, scores=self.shaped_scores(group), baseline=baseline)
 
@@ -241,18 +247,17 @@ class RayPPOTrainer(Trainer):
     # -- collecting for the next steps -----------------------------------------------------------
 
     def steps_ahead(self, step: int) -> int:
-        """Return for how many later steps prompts are answered before this step's update."""
+        """Return how many steps ahead this step answers prompts; 0 at the last step."""
         return min(self.config.trainer.max_staleness, self.run.total_steps - step)
 
     def collects_while_learning(self, step: int) -> bool:
         """Return whether prompts of later steps are answered during this step's update."""
-        # workers.overlaps: the engine can generate while the learner updates.
-        return self.steps_ahead(step) > 0 and self.workers.overlaps
+        return self.steps_ahead(step) > 0 and self.workers.generates_while_learning
 
     async def collect_ahead(self) -> CollectState:
         """Answer the prompts of later steps that have no answer yet, with the current policy."""
         limits = self.collect_limits()
-        return await collect_ahead.collect_ahead(
+        return await collect_ahead.answer_window(
             self.generate_group, self.keep_group, self.collected, limits
         )
 
@@ -271,8 +276,8 @@ class RayPPOTrainer(Trainer):
             self.set_collect_state(state_or_exception)
         else:
             self.ahead_failure = state_or_exception
-        # Answering time that the update hid: all of it, less the time that the step waited for
-        # answers after the update.
+        # collect() emptied the clock, so it holds only the answering since then. What of it ran
+        # during the update cost no time; the wait after the update was measured.
         answering_seconds = sum(self.clock.take().values())
         hidden_seconds = answering_seconds - metrics.values["timing_s/wait_ahead"]
         metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_seconds)})
@@ -343,38 +348,41 @@ class RayPPOTrainer(Trainer):
         self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics
     ) -> None:
         """Measure the step, validate it if due, and have the run record and save it."""
-        trainer = self.config.trainer
+        settings = self.config.trainer
         step = metrics.step
         metrics.add(data_metrics(groups_P, batch))
+        # Reads rollout_corr/* and collect/prompts_dropped, which the step has added before
         metrics.add(self.entropy_gap(batch, metrics))
-        if trace.is_due(trainer.trace, step, self.run.total_steps):
-            count = trainer.trace.groups
+        if trace.is_due(settings.trace, step, self.run.total_steps):
+            count = settings.trace.groups
             trace.dump(self.run.run_dir, step, groups_P, batch, self.tokenizer, count)
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
-        metrics.add(self.reward.failures.rate(FAILED))
+        metrics.add(self.reward.failures.rate(FAILED_RATE))
         epoch = self.stream.epoch(groups_P[-1].prompt.ordinal)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         printed_answers = self.config.reward_model.num_examine
-        if printed_answers or trainer.rollout_data_dir:
+        if printed_answers or settings.rollout_data_dir:
             # Print num_examine answers of each data source; write all to rollout_data_dir, if set.
             rows = generation_rows(step, groups_P, self.tokenizer)
-            self.run.tracker.show(step, rows, printed_answers, "rollout_data_dir")
+            self.run.tracker.show(step, rows, printed_answers, key="rollout_data_dir")
         self.validate_and_complete(metrics)
 
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
 
-        It is omitted where it has no meaning: if the engine cuts off part of the distribution and
-        the log-probs are over all of it, if answers were chosen by their scores (dropped groups),
-        or if the response contains tokens that the policy is trained on but did not sample.
+        It is omitted where the two need not agree: if sampling is greedy, or truncated while the
+        log-probs are over the whole vocabulary; if groups were dropped, so that scores chose the
+        answers; if some trained tokens were not sampled by the policy.
         """
         sampling = self.train_sampling
-        is_whole = sampling.top_p == 1 and sampling.top_k < 0
-        samples_full_distribution = sampling.temperature > 0 and (is_whole or sampling.kept_sets)
+        truncates = sampling.top_p < 1 or sampling.top_k >= 0
+        log_probs_are_of_sampler = sampling.temperature > 0 and (
+            not truncates or sampling.kept_sets
+        )
         groups_dropped = metrics.values.get("collect/prompts_dropped")
-        if not samples_full_distribution or groups_dropped or batch.has("sampled_mask"):
+        if not log_probs_are_of_sampler or groups_dropped or batch.has("sampled_mask"):
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}

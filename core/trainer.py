@@ -277,7 +277,7 @@ class Trainer:
         )
         return await self.sampler.sample(prompt, sample_index, sampling, limits)
 
-    async def score_answers(
+    async def generate_and_score(
         self, prompt: Prompt, sample_indices: Iterable[int], sampling: SamplingParams
     ) -> ScoredGroup:
         """Return a scored answer for each sample index; scoring begins while others decode."""
@@ -362,7 +362,7 @@ class Trainer:
         sample_indices = range(self.config.actor_rollout_ref.rollout.val_kwargs.n)
 
         async def answer(prompt: Prompt) -> ScoredGroup:
-            group = await self.score_answers(prompt, sample_indices, self.val_sampling)
+            group = await self.generate_and_score(prompt, sample_indices, self.val_sampling)
             count_prompt()
             return group
 

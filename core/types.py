@@ -372,7 +372,7 @@ class TrainBatch:
         ends = offset_N1[[span.stop for span in spans]].tolist()
         return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
-    def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
+    def put_into(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
         """Write the values of these sequences' tokens to their places in a tensor of all tokens."""
         values_by_sequence = values.split(self.lengths[rows].tolist())
         for span, sequence_values in zip(self.spans(rows), values_by_sequence, strict=True):

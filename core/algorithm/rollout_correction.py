@@ -77,7 +77,7 @@ def add_mismatch(
     log_prob = log_prob_N.detach().double()
     if entropy_N is not None:
         gap = entropy_N.detach().double() + log_prob
-        means.tokens({"entropy_gap": gap, "entropy_gap_square": gap.square()}, mask)
+        means.add_tokens({"entropy_gap": gap, "entropy_gap_square": gap.square()}, mask)
     d = log_ratio(log_prob, batch.rollout_log_probs, mask)
     per_token = {
         "kl": -d,
@@ -85,8 +85,8 @@ def add_mismatch(
         "logp_diff_mean": d.abs(),
         "chi2_token": (2 * bounded(d)).exp() - 1,
     }
-    means.tokens(per_token, mask)
-    means.extreme("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
+    means.add_tokens(per_token, mask)
+    means.keep_extreme("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
     filled = count_by_sequence(mask, lengths) > 0
     if not bool(filled.any()):
         return
@@ -103,9 +103,9 @@ def add_mismatch(
         "ppl_ratio": gap.clamp(max=PERPLEXITY_BOUND).exp(),
         "chi2_seq": (2 * bounded(sum_by_sequence(d, lengths))).exp() - 1,
     }
-    means.tokens(per_sequence, filled)
-    means.extreme("log_ppl_diff_max", float(gap[filled].max()))
-    means.extreme("log_ppl_diff_min", float(gap[filled].min()))
+    means.add_tokens(per_sequence, filled)
+    means.keep_extreme("log_ppl_diff_max", float(gap[filled].max()))
+    means.keep_extreme("log_ppl_diff_min", float(gap[filled].min()))
 
 
 def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -115,7 +115,7 @@ def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
     batch = batch.only((*MISMATCH_READS, "entropy"))
     for start in range(0, len(batch), PIECE):
         piece = batch.rows(slice(start, start + PIECE))
-        actor_sums.tokens({"entropy": piece.entropy}, piece.response_mask)
+        actor_sums.add_tokens({"entropy": piece.entropy}, piece.response_mask)
         add_mismatch(mismatch_sums, piece.old_log_probs, piece, piece.entropy)
     return {**actor_sums.result("actor"), **mismatch_sums.result("rollout_corr")}
 

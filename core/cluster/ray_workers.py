@@ -23,7 +23,12 @@ from core.data.vocabulary import known_ids
 from core.engines.weight_buckets import Checksum, merged
 from core.errors import WorkersLost, message_of
 from core.learner.batching import contributing_sequences, rank_shares
-from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
+from core.learner.learner import (
+    CRITIC_READS,
+    PASS_READS,
+    actor_reads,
+    zero_advantage_gives_no_gradient,
+)
 from core.learner.models import compute_dtype
 from core.learner.packing import scattered
 from core.learner.passes import WeightSyncError, compare_probe
@@ -47,7 +52,7 @@ class RayWorkers(RayProcesses):
         self.broadcasts = not config.actor_rollout_ref.hybrid_engine
         self.joined = False  # whether rank 0 and the engines are in a group
         # On one GPU they alternate
-        self.overlaps = self.broadcasts or self.device.type == "cpu"
+        self.generates_while_learning = self.broadcasts or self.device.type == "cpu"
 
     # -- passes and updates ----------------------------------------------------------------------
 
@@ -64,7 +69,9 @@ class RayWorkers(RayProcesses):
 
     def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         part = self.config.actor_rollout_ref.actor
-        by_group = self._split(steps, part, partial(actor_reads, part), only_advantages_train(part))
+        by_group = self._split(
+            steps, part, partial(actor_reads, part), zero_advantage_gives_no_gradient(part)
+        )
         return self._update("update_actor", part, by_group, lr_multiplier)
 
     def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -105,7 +112,7 @@ class RayWorkers(RayProcesses):
         whole = [torch.zeros(batch.tokens, dtype=values_M.dtype) for values_M in results[0]]
         for share, share_batch, values in zip(shares, batches, results, strict=True):
             for target, values_M in zip(whole, values, strict=True):
-                batch.put(target, share, scattered(values_M, share_batch.response_mask))
+                batch.put_into(target, share, scattered(values_M, share_batch.response_mask))
         return whole
 
     def _split(
@@ -122,7 +129,7 @@ class RayWorkers(RayProcesses):
         together = part.together
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:
-            trains = contributing_sequences(step, only_advantages_train=only_advantages)
+            trains = contributing_sequences(step, skip_zero_advantage=only_advantages)
             shares = []
             for chosen in (trains, ~trains):
                 rows = chosen.nonzero()[:, 0]

@@ -38,7 +38,7 @@ class Workers(Protocol):
     reward_model: RewardModelCall | None
     ranks: int  # learner processes
     threads: int  # of torch in each learner process
-    overlaps: bool  # whether the engine can work while the learner does
+    generates_while_learning: bool  # whether the engine can work while the learner updates
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Return log-probs and entropies of the policy tokens, [N] each."""
@@ -75,7 +75,7 @@ class LocalWorkers:
     """The models and one engine in this process. The engine sleeps while the learner works."""
 
     ranks = 1
-    overlaps = False
+    generates_while_learning = False
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **needs: Any):
         self.config = config

@@ -35,7 +35,7 @@ from core.config.section import (
     execution,
     files,
     key,
-    names,
+    name_or_code_path,
     needs,
 )
 from core.config.training_keys import (
@@ -51,10 +51,10 @@ from core.config.training_keys import (
 
 VALUES = "critic.ppo_max_token_len_per_gpu"
 FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
-AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
-AgentFunction = Annotated[str, names()]
+AgentLoop = Annotated[str, name_or_code_path(*registry.AGENT_LOOPS)]
+AgentFunction = Annotated[str, name_or_code_path()]
 EngineName = Literal[*registry.ENGINES]
-Loggers = Annotated[tuple[Annotated[str, names(*registry.LOGGERS)], ...], AllowSingle]
+Loggers = Annotated[tuple[Annotated[str, name_or_code_path(*registry.LOGGERS)], ...], AllowSingle]
 Steps = Annotated[tuple[Count, ...], AllowSingle]
 ResumeMode = Literal["auto", "disable", "resume_path"]
 RewardManager = Literal[*registry.REWARD_MANAGERS]

@@ -32,7 +32,8 @@ class Limit:
 
     requirement: str
     holds: Callable[[Any], bool]
-    names: tuple[str, ...] = ()  # that the value may be, among others
+    # Names to suggest for a misspelt value; others may be allowed too
+    names: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -45,6 +46,7 @@ class Limit:
 
 def refuse(requirement: str) -> NoReturn:
     """Raise the error that pydantic collects for a value: "must be ..."."""
+    # pydantic fills in {requirement}
     raise PydanticCustomError("limit", "must be {requirement}", {"requirement": requirement})
 
 
@@ -52,8 +54,8 @@ OWN_CODE_HINT = "your own as package.module:function or path/file.py:function"
 CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
 
-def names(*known: str) -> Limit:
-    """Return the limit of a name: one of ``known``, or the path of a user's function or class."""
+def name_or_code_path(*known: str) -> Limit:
+    """Return a Limit: the value is one of ``known``, or the path of a function or class."""
     requirement = f"one of {', '.join(known)}, or {OWN_CODE_HINT}" if known else OWN_CODE_HINT
 
     def holds(value: str) -> bool:
@@ -66,7 +68,7 @@ def names_of(hint: Any) -> tuple[str, ...]:
     """Return the names that a type admits; none if it admits any text."""
     if get_origin(hint) is Literal:
         return tuple(name for name in get_args(hint) if isinstance(name, str))
-    if isinstance(hint, Limit):
+    if isinstance(hint, Limit):  # get_args of an Annotated type returns its Limit, too
         return hint.names
     return tuple(name for part in get_args(hint) for name in names_of(part))
 
@@ -105,6 +107,7 @@ def _is_name(value: str) -> bool:
 
 def _is_day(value: str) -> bool:
     try:
+        # fromisoformat also reads 20260131
         return date.fromisoformat(value).isoformat() == value
     except ValueError:
         return False
@@ -139,11 +142,11 @@ AllowSingle = BeforeValidator(_allow_single)
 Betas = Annotated[
     tuple[float, ...],
     AllowSingle,
-    Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and 0 <= min(v) <= max(v) < 1),
+    Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v)),
 ]
 Texts = Annotated[tuple[str, ...], AllowSingle]
 Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all(v))]
-# No path is empty, and the list may be
+# The list may be empty, but no path in it
 PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
 ModuleNames = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 # A mapping whose keys the schema does not check: another library or the user defines them
@@ -169,8 +172,9 @@ BOOKKEEPING = "bookkeeping"
 class Condition:
     """The condition under which a key has an effect.
 
-    ``holds(config, section)`` receives the configuration and the section that has the key. If it is
-    False, ``because`` is printed as the reason, with the section's path in place of ``{section}``.
+    ``holds(config, section)`` receives the configuration and the section that has the key. If the
+    result is False, ``because`` is printed as the reason, with the section's path in place of
+    ``{section}``.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -180,15 +184,19 @@ class Condition:
 def needs(name: str, value: Any = None) -> Condition:
     """Return the condition that a key is set, or has this value.
 
-    ``name`` is a flat key with its sections, or one of the section of the key with the condition.
+    ``name`` with dots is the full path of a key. Without dots it is a key in the same section as
+    the key that has this condition.
     """
 
     def holds(config: Any, section: Any) -> bool:
-        setting = functools.reduce(getattr, name.split("."), config if "." in name else section)
+        start = config if "." in name else section
+        setting = operator.attrgetter(name)(start)
         return bool(setting) if value is None else setting == value
 
-    shown = name if "." in name else f"{{section}}.{name}"
-    return Condition(holds, f"needs {shown}" if value is None else f"needs {shown}={value}")
+    needed = name if "." in name else f"{{section}}.{name}"  # whoever prints it fills in {section}
+    if value is not None:
+        needed += f"={value}"
+    return Condition(holds, f"needs {needed}")
 
 
 def key(
@@ -258,8 +266,9 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.key}={brief(show(self.value, self.key))}: {self.rule}"
-        # The rule and the fix may quote input that has line breaks
-        return one_line(f"{text}; {self.fix}" if self.fix else text)
+        if self.fix:
+            text += f"; {self.fix}"
+        return one_line(text)  # the rule and the fix may quote input that has line breaks
 
 
 def show(value: Any, key_path: str = "") -> str:
@@ -297,11 +306,13 @@ def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tup
             return schema.model_validate(tree), refused
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        # Of a list with several wrong items the last error counts
+        # Key -> the rule it breaks. A list with several wrong items has several: the last counts
         rules = {_key_path(schema, details["loc"]): _rule(details) for details in errors}
         for path, rule in rules.items():
-            section = functools.reduce(operator.getitem, path[:-1], tree)
-            refused.append((".".join(path), section.pop(path[-1]), rule))
+            *section_names, name = path
+            section = functools.reduce(operator.getitem, section_names, tree)
+            value = section.pop(name)  # the next try takes the key's default
+            refused.append((".".join(path), value, rule))
 
 
 def _rule(details: Mapping[str, Any]) -> str:
@@ -310,6 +321,7 @@ def _rule(details: Mapping[str, Any]) -> str:
         return UNKNOWN
     if details["type"] == "model_type":
         return IS_SECTION
+    # pydantic's messages begin with "Input should be "; its list of literals lacks "one of"
     must = "must be one of " if details["type"] == "literal_error" else "must be "
     rule = details["msg"].replace("Input should be ", must)
     if details["type"] == "string_type":
@@ -319,9 +331,11 @@ def _rule(details: Mapping[str, Any]) -> str:
 
 def _key_path(schema: Any, location: Sequence[int | str]) -> tuple[str, ...]:
     """Return the part of an error's location that names a key, without items of lists."""
-    depth = 0
-    hint = schema
-    while is_section(hint) and depth < len(location):
-        hint = hints(hint).get(str(location[depth]))
-        depth += 1
-    return tuple(map(str, location[:depth]))
+    path: list[str] = []
+    hint = schema  # the type at the end of path
+    for step in map(str, location):
+        if not is_section(hint):
+            break
+        hint = hints(hint).get(step)
+        path.append(step)
+    return tuple(path)

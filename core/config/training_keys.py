@@ -28,7 +28,7 @@ from core.config.section import (
     execution,
     files,
     key,
-    names,
+    name_or_code_path,
     needs,
 )
 
@@ -40,8 +40,8 @@ PROMPTS = "data.train_batch_size"
 MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 GSM8K = "~/data/rlhf/gsm8k"
 
-AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
-LossMode = Annotated[str, names(*registry.POLICY_LOSSES)]
+AdvEstimator = Annotated[str, name_or_code_path(*registry.ESTIMATORS)]
+LossMode = Annotated[str, name_or_code_path(*registry.POLICY_LOSSES)]
 LossAggMode = Literal[*registry.LOSS_AGG_MODES]
 KLKind = Literal[*registry.KL_KINDS]
 Level = Literal["token", "sequence"]

@@ -1,4 +1,4 @@
-"""From groups to tensors, and from a batch to mini-batches and the shares of ranks.
+"""From groups to tensors, and from a batch to mini-batches, shares of ranks and micro-batches.
 
 Which sequences make an optimizer step, and each token's weight in it, is decided here once, before
 memory splits it.
@@ -7,7 +7,7 @@ memory splits it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -144,23 +144,23 @@ def mini_batches(
             yield mini_batch.adding(loss_weight=weights)
 
 
-def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
+def contributing_sequences(batch: TrainBatch, *, skip_zero_advantage: bool) -> Tensor:
     """Return [B] bool: the sequences that can move a weight; the others may be left out.
 
     A sequence without loss weight moves nothing. Nor does one whose advantages are all zero, if no
     other term of the loss trains.
     """
     contributes = count_by_sequence(batch.loss_weight != 0, batch.lengths) > 0
-    if only_advantages_train:
+    if skip_zero_advantage:
         contributes &= count_by_sequence(batch.advantages != 0, batch.lengths) > 0
     return contributes
 
 
 def split_zero_gradient(
-    batch: TrainBatch, *, only_advantages_train: bool
+    batch: TrainBatch, *, skip_zero_advantage: bool
 ) -> tuple[TrainBatch, TrainBatch]:
     """Return the sequences that can move a weight and those that cannot; either may be empty."""
-    contributes = contributing_sequences(batch, only_advantages_train=only_advantages_train)
+    contributes = contributing_sequences(batch, skip_zero_advantage=skip_zero_advantage)
     contributing = contributes.nonzero()[:, 0]
     idle = (~contributes).nonzero()[:, 0]
     return batch.rows(contributing), batch.rows(idle)
@@ -181,3 +181,52 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
         shares[rank].append(index)
         tokens[rank] += int(lengths_B[index])
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
+
+
+class MicroBatchSize(NamedTuple):
+    """A memory setting: the most sequences, or tokens, of one pass."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+
+
+def training_size(section: ActorConfig | CriticConfig) -> MicroBatchSize:
+    """Return the size of the passes of actor or critic; frozen models use the actor's."""
+    if section.use_dynamic_bsz:
+        return MicroBatchSize(max_tokens=section.ppo_max_token_len_per_gpu)
+    return MicroBatchSize(max_sequences=section.ppo_micro_batch_size_per_gpu)
+
+
+def micro_batches(
+    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
+) -> Iterator[tuple[Tensor, TrainBatch]]:
+    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences.
+
+    First-fit decreasing (Johnson 1973): the longest sequence that is left goes into the first piece
+    with room. Raises ValueError for a sequence that is longer than ``max_tokens``.
+    """
+    if max_tokens is not None:
+        sizes = batch.lengths.tolist()
+        capacity = max_tokens
+    else:
+        sizes = [1] * len(batch)
+        capacity = max_sequences or len(batch)
+    pieces: list[list[int]] = []
+    room: list[int] = []  # what is left of the capacity of each piece
+    for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
+        size = sizes[index]
+        if size > capacity:
+            raise ValueError(
+                f"a sequence of {size} tokens is longer than the token budget of {capacity}: "
+                "raise ppo_max_token_len_per_gpu"
+            )
+        with_room = (number for number, left in enumerate(room) if left >= size)
+        place = next(with_room, len(pieces))
+        if place == len(pieces):
+            pieces.append([])
+            room.append(capacity)
+        pieces[place].append(index)
+        room[place] -= size
+    for piece in pieces:
+        index = torch.tensor(piece)
+        yield index, batch.rows(index)

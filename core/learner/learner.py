@@ -23,8 +23,8 @@ from core.algorithm.rollout_correction import add_mismatch
 from core.algorithm.sequences import count_by_sequence
 from core.config import registry
 from core.errors import UnhealthyRun
-from core.learner.batching import split_zero_gradient
-from core.learner.passes import LearnerModel, Policy, training_size, whole_tensor
+from core.learner.batching import split_zero_gradient, training_size
+from core.learner.passes import LearnerModel, Policy, whole_tensor
 from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
 
@@ -39,7 +39,7 @@ CRITIC_READS = ("input_ids", "response_mask", "group", "loss_weight", "returns",
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads; a learner rank is sent no others."""
-    # ``selected`` are the tokens that clip_cov and kl_cov treat apart; most losses have none
+    # ``selected``: tokens for which clip_cov and kl_cov use another loss; other losses have none
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
@@ -49,7 +49,7 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     return (*fields, "rollout_log_probs", "sampled_mask")
 
 
-def only_advantages_train(config: ActorConfig) -> bool:
+def zero_advantage_gives_no_gradient(config: ActorConfig) -> bool:
     """Return whether advantages are the only source of gradients.
 
     A sequence whose advantages are all 0 may then be left out of the update.
@@ -74,7 +74,9 @@ class Stepper:
         self.ranks = model.ranks  # collectives of all learner ranks
         self.base_lr = config.optim.lr
         self.grad_clip = config.grad_clip
-        self.parameters = [each for each in model.module.parameters() if each.requires_grad]
+        self.parameters = [
+            parameter for parameter in model.module.parameters() if parameter.requires_grad
+        ]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=self.base_lr,
@@ -110,7 +112,7 @@ class Stepper:
         norm = float(whole_tensor(norm))
         if math.isfinite(norm):
             self.optimizer.step()
-            step_sums.value("grad_norm", norm)
+            step_sums.add_value("grad_norm", norm)
             self.update_sums.merge(step_sums)
         else:
             self.skipped_steps += 1
@@ -119,8 +121,10 @@ class Stepper:
 
     def end_update(self) -> dict[str, float]:
         """Return the update's metrics. Raises UnhealthyRun if a weight is not finite."""
-        norm = torch.nn.utils.get_total_norm([each.detach() for each in self.parameters])
-        if not math.isfinite(float(whole_tensor(norm))):  # all ranks come to the same result
+        weights = [parameter.detach() for parameter in self.parameters]
+        weight_norm = whole_tensor(torch.nn.utils.get_total_norm(weights))
+        # The norm is that of all ranks' shards, so either all ranks raise or none
+        if not math.isfinite(float(weight_norm)):
             section = "actor_rollout_ref.actor" if self.name == "actor" else self.name
             raise UnhealthyRun(
                 f"{section}.optim.lr={self.base_lr:g}: an update has left weights that are not "
@@ -149,8 +153,10 @@ class Actor(Policy):
         self.micro_batch_size = training_size(config)
         loss_mode = config.policy_loss.loss_mode
         self.policy_loss = load_policy_loss(loss_mode)
-        # A user's loss selects tokens by a function of its own, at the weights of each step
-        self.select_now = getattr(self.policy_loss, "select", None)
+        # A user's loss may have a function ``select``, called before each optimizer step with the
+        # current weights
+        self.user_select = getattr(self.policy_loss, "select", None)
+        # Whether unclipped reserves replace selected tokens that are clipped: selected_by_order()
         self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
         self.stepper = Stepper(self, config, "actor")
         # Differences between engine and learner, measured before an update's first step
@@ -177,20 +183,23 @@ class Actor(Policy):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        # Micro-batches and ranks add parts of a loss with count 0. These lines add 1 to the count
-        # per optimizer step, on rank 0, so the metric is a mean over optimizer steps.
-        step_sums.value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
+        # micro_batch_loss() adds each loss with counts=False. Count the optimizer step here, once,
+        # on rank 0: the metric is then the mean over optimizer steps.
+        step_sums.add_value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
         if self.config.use_kl_loss:
-            step_sums.value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
-        if self.select_now is not None:
-            mini_batch = mini_batch.adding(selected=self.selected_now(mini_batch))
+            step_sums.add_value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
+        if self.user_select is not None:
+            mini_batch = mini_batch.adding(selected=self.selected_by_user(mini_batch))
         elif mini_batch.has("selected"):
             # Order numbers become bool: only the chosen tokens matter from here on
-            mini_batch = mini_batch.adding(selected=self.choose_selected(mini_batch))
-        only_advantages = only_advantages_train(self.config)
-        contributing, idle = split_zero_gradient(mini_batch, only_advantages_train=only_advantages)
+            mini_batch = mini_batch.adding(selected=self.selected_by_order(mini_batch))
+        contributing, idle = split_zero_gradient(
+            mini_batch,
+            skip_zero_advantage=zero_advantage_gives_no_gradient(self.config),
+        )
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
+        # The pass for old log-probs has measured entropy and mismatch of all sequences
         if mini_batch.has("old_log_probs"):
             return
         # Idle sequences do not train, but entropy and mismatch are measured on every sequence. The
@@ -199,7 +208,7 @@ class Actor(Policy):
         if any_rank_has_idle:
             log_prob_N, entropy_N = self.log_probs(idle, self.micro_batch_size)
             if len(idle):
-                step_sums.tokens({"entropy": entropy_N}, idle.response_mask)
+                step_sums.add_tokens({"entropy": entropy_N}, idle.response_mask)
                 self.measure_mismatch(log_prob_N, entropy_N, idle)
 
     def micro_batch_loss(self, micro_batch: TrainBatch, step_sums: MetricSums) -> Tensor:
@@ -210,23 +219,23 @@ class Actor(Policy):
         with_entropy = config.entropy_coeff != 0
         log_prob_N, entropy_N = self.token_stats(micro_batch, entropy_grad=with_entropy)
         inputs = self.loss_inputs(micro_batch, log_prob_N)
-        loss_N, stats = call_and_check(self.policy_loss, inputs, log_prob_N.shape, dict)
+        loss_N, stats = call_and_check(self.policy_loss, inputs, log_prob_N.shape, second=dict)
         if micro_batch.has("rollout_is_weights"):
             loss_N = loss_N * micro_batch.rollout_is_weights
         loss = (weight_N * loss_N).sum()
-        step_sums.value("pg_loss", float(loss.detach()), counts=False)
+        step_sums.add_value("pg_loss", float(loss.detach()), counts=False)
         if with_entropy:
             loss = loss - config.entropy_coeff * (weight_N * entropy_N).sum()
         if config.use_kl_loss:
             kl_N = kl_penalty(log_prob_N, micro_batch.ref_log_prob, config.kl_loss_type, mask_N)
             kl_loss = (weight_N * kl_N).sum()
             loss = loss + config.kl_loss_coef * kl_loss
-            step_sums.value("kl_loss", float(kl_loss.detach()), counts=False)
+            step_sums.add_value("kl_loss", float(kl_loss.detach()), counts=False)
         if not micro_batch.has("old_log_probs"):
             # No old-log-prob pass ran, so measure entropy and mismatch here
             stats = {**stats, "entropy": entropy_N}
             self.measure_mismatch(log_prob_N, entropy_N, micro_batch)
-        step_sums.tokens(stats, mask_N)
+        step_sums.add_tokens(stats, mask_N)
         return loss
 
     def loss_inputs(self, batch: TrainBatch, log_prob_N: Tensor) -> LossInputs:
@@ -254,25 +263,25 @@ class Actor(Policy):
 
     # -- losses that treat selected tokens apart -------------------------------------------------
 
-    def selected_now(self, mini_batch: TrainBatch) -> Tensor:
-        """Return the tokens that the loss's ``select`` chooses of those that carry loss, [N] bool.
+    def selected_by_user(self, mini_batch: TrainBatch) -> Tensor:
+        """Return which tokens with loss weight the user's ``select`` chooses, [N] bool.
 
-        It is called as ``select(inputs, gather)``: ``gather`` returns a list of all ranks' values.
+        The call is ``select(inputs, gather)``: ``gather`` returns a list of all ranks' values.
         """
         log_prob_N, _ = self.log_probs(mini_batch, self.micro_batch_size)
         inputs = self.loss_inputs(mini_batch, log_prob_N)
         inputs = dataclasses.replace(inputs, mask=inputs.mask & (mini_batch.loss_weight != 0))
-        return self.select_now(inputs, self.ranks.gather)
+        return self.user_select(inputs, self.ranks.gather)
 
-    def choose_selected(self, mini_batch: TrainBatch) -> Tensor:
+    def selected_by_order(self, mini_batch: TrainBatch) -> Tensor:
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
 
         ``mini_batch.selected`` is bool, or holds order numbers: above 0 for drawn tokens, below 0
-        for reserves, 0 for all others. If the loss replaces clipped tokens, each drawn token that
-        is clipped by now is replaced by an unclipped reserve, the highest numbers first, across
-        ranks.
+        for reserves, 0 for all others. If the loss replaces clipped tokens, the result is as many
+        unclipped tokens as were drawn on all ranks, or all if fewer: those with the highest
+        numbers, so drawn ones first, then reserves from -1 down.
         """
-        order_N = mini_batch.selected
+        order_N = mini_batch.selected  # bool, or order numbers: both are > 0 where drawn
         drawn_N = order_N > 0
         # Before the first step the ratio is 1, unless the old log-probs are the engine's
         nothing_is_clipped = self.stepper.step_index == 0 and not self.bypass
@@ -280,6 +289,7 @@ class Actor(Policy):
             return drawn_N
         drawn_on_all_ranks = sum(self.ranks.gather(int(drawn_N.sum())))
         unclipped_N = (order_N != 0) & ~self.clipped(mini_batch)
+        # No rank can contribute more than that many
         highest = order_N[unclipped_N].sort(descending=True).values[:drawn_on_all_ranks]
         highest_by_rank = torch.cat(self.ranks.gather(highest))
         chosen_numbers = highest_by_rank.sort(descending=True).values[:drawn_on_all_ranks]
@@ -293,14 +303,14 @@ class Actor(Policy):
         """
         # With an advantage of 0 the clip changes nothing
         may_be_clipped_N = (mini_batch.selected != 0) & (mini_batch.advantages != 0)
-        rows = count_by_sequence(may_be_clipped_N, mini_batch.lengths).nonzero()[:, 0]
+        count_B = count_by_sequence(may_be_clipped_N, mini_batch.lengths)
+        rows = count_B.nonzero()[:, 0]  # sequences with at least one such token
         candidates = mini_batch.rows(rows)
         log_prob, _ = self.log_probs(candidates, self.micro_batch_size)
         inputs = self.loss_inputs(candidates, log_prob)
         _, clips = inputs.surrogate(inputs.log_ratio.exp())
         clipped_N = torch.zeros(mini_batch.tokens, dtype=torch.bool)
-        # ``put`` writes into clipped_N; the batch only knows where its sequences' tokens are
-        mini_batch.put(clipped_N, rows, clips)
+        mini_batch.put_into(clipped_N, rows, clips)
         return clipped_N
 
 
@@ -315,11 +325,13 @@ class Critic(LearnerModel):
 
     def token_values(self, batch: TrainBatch) -> Tensor:
         """Return V(state before each response token), shape [N]; 0 at other tokens."""
-        inputs = self.pass_over(batch)
+        inputs = self.inputs_of_pass(batch)
         with self.precision():
-            output = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
+            output = self.module(
+                input_ids=inputs.input_ids, use_cache=False, **inputs.model_arguments
+            )
         # M: the positions whose next token is a response token
-        values_M = output.logits[inputs.predicts][:, 0]
+        values_M = output.logits[inputs.is_predicting][:, 0]
         at_least_float32 = torch.promote_types(values_M.dtype, torch.float32)
         return inputs.at_tokens(values_M.to(at_least_float32))
 
@@ -331,7 +343,7 @@ class Critic(LearnerModel):
             values = self.token_values(micro_batch.to(self.device))
             # A rank with fewer micro-batches than others takes part in their passes with empty ones
             if len(index):
-                batch.put(values_N, index, values.cpu().float())
+                batch.put_into(values_N, index, values.cpu().float())
         return values_N
 
     def update(self, mini_batches: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -346,8 +358,8 @@ class Critic(LearnerModel):
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
         # Parts of the loss are added with count 0; this adds 1 per optimizer step, on rank 0
-        step_sums.value("vf_loss", 0.0, counts=self.ranks.is_rank_zero)
-        contributing, _ = split_zero_gradient(mini_batch, only_advantages_train=False)
+        step_sums.add_value("vf_loss", 0.0, counts=self.ranks.is_rank_zero)
+        contributing, _ = split_zero_gradient(mini_batch, skip_zero_advantage=False)
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
 
@@ -359,6 +371,6 @@ class Critic(LearnerModel):
         returns_N = micro_batch.returns
         loss_N, stats = value_loss(values_N, returns_N, micro_batch.values, clip, mask_N)
         loss = (micro_batch.loss_weight * loss_N).sum()
-        step_sums.value("vf_loss", float(loss.detach()), counts=False)
-        step_sums.tokens({**stats, "vpred_mean": values_N}, mask_N)
+        step_sums.add_value("vf_loss", float(loss.detach()), counts=False)
+        step_sums.add_tokens({**stats, "vpred_mean": values_N}, mask_N)
         return loss

@@ -139,11 +139,13 @@ class ForwardInputs:
     """The inputs of a pass over n tokens of this rank, and which of their states are read."""
 
     input_ids: Tensor  # [1, n] int64
-    predicts: Tensor  # [1, n] bool: the next token is one that the policy wrote
+    is_predicting: Tensor  # [1, n] bool: the next token is one that the policy wrote
     labels: Tensor  # [M] int64: those next tokens
     mask_N: Tensor  # bool: where they stand in the batch
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the model
-    predicts_N: Tensor | None = None  # bool: ``predicts`` of all ranks that split the pass
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)  # besides input_ids
+    is_predicting_N: Tensor | None = (
+        None  # bool: ``is_predicting`` of all ranks that split the pass
+    )
     mesh: DeviceMesh | None = None  # those ranks
     media: PictureInputs | None = None
     kept: KeptIds | None = None  # of the labels, if truncated samples are replayed
@@ -157,9 +159,9 @@ class ForwardInputs:
         if self.mesh is not None:
             from torch.distributed.tensor import DTensor, Shard
 
-            of_rank = scattered(values_M, self.predicts[0])
+            of_rank = scattered(values_M, self.is_predicting[0])
             shared = DTensor.from_local(of_rank, self.mesh, [Shard(0)], run_check=False)
-            values_M = shared.full_tensor()[self.predicts_N]
+            values_M = shared.full_tensor()[self.is_predicting_N]
         return scattered(values_M, self.mask_N)
 
 
@@ -182,7 +184,7 @@ def forward_inputs(
     tokens = ranges(start_S, length_S)
     ids = ids_N[tokens]
     labels = ids_N[mask_N]
-    predicts = predicting_tokens(mask_N, lengths_B)[tokens]
+    is_predicting = predicting_tokens(mask_N, lengths_B)[tokens]
     position = ranges(keys_before_S, length_S)
     key_length_S = length_S + keys_before_S
     missing = 0 if mesh is None else -len(ids) % mesh.size()
@@ -192,11 +194,11 @@ def forward_inputs(
         if key_index is not None:
             key_index = torch.cat([key_index, nothing + len(ids)])
         ids = F.pad(ids, (0, missing))
-        predicts = F.pad(predicts, (0, missing))
+        is_predicting = F.pad(is_predicting, (0, missing))
         position = torch.cat([position, nothing])
         length_S = F.pad(length_S, (0, 1), value=missing)
         key_length_S = F.pad(key_length_S, (0, 1), value=missing)
-    inputs = {
+    model_arguments = {
         "position_ids": position[None],
         "cu_seq_lens_q": _cumulative(length_S),
         "cu_seq_lens_k": _cumulative(key_length_S),
@@ -204,9 +206,11 @@ def forward_inputs(
         "max_length_k": int(key_length_S.max()),
     }
     if key_index is not None:
-        inputs["key_index"] = key_index
+        model_arguments["key_index"] = key_index
     media = media and media.packed(token_places(lengths_B))
-    whole = ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs, media=media, kept=kept)
+    whole = ForwardInputs(
+        ids[None], is_predicting[None], labels, mask_N, model_arguments, media=media, kept=kept
+    )
     return whole if mesh is None else _part_of_rank(whole, mesh)
 
 
@@ -237,20 +241,20 @@ def _layout(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor | 
 
 def _part_of_rank(whole: ForwardInputs, mesh: DeviceMesh) -> ForwardInputs:
     """Return this rank's part of the tokens, and of their labels."""
-    predicts_N = whole.predicts[0]
-    size = len(predicts_N) // mesh.size()
+    is_predicting_N = whole.is_predicting[0]
+    size = len(is_predicting_N) // mesh.size()
     start = mesh.get_local_rank() * size
     of_rank = slice(start, start + size)
-    first_label = int(predicts_N[:start].sum())
-    labels = slice(first_label, first_label + int(predicts_N[of_rank].sum()))
-    position = whole.inputs["position_ids"][:, of_rank]
+    first_label = int(is_predicting_N[:start].sum())
+    labels = slice(first_label, first_label + int(is_predicting_N[of_rank].sum()))
+    position = whole.model_arguments["position_ids"][:, of_rank]
     return dataclasses.replace(
         whole,
         input_ids=whole.input_ids[:, of_rank],
-        predicts=whole.predicts[:, of_rank],
+        is_predicting=whole.is_predicting[:, of_rank],
         labels=whole.labels[labels],
-        inputs={**whole.inputs, "position_ids": position, "sequence_mesh": mesh},
-        predicts_N=predicts_N,
+        model_arguments={**whole.model_arguments, "position_ids": position, "sequence_mesh": mesh},
+        is_predicting_N=is_predicting_N,
         mesh=mesh,
         media=None,  # a pass that reads pictures is not split
         kept=whole.kept and whole.kept.of_tokens(labels),

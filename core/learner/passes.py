@@ -7,8 +7,8 @@ compute other numbers than the model itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from core.data.vocabulary import unknown_among
 from core.errors import InputError, UnhealthyRun
+from core.learner.batching import MicroBatchSize, micro_batches
 from core.learner.log_probs import NEVER, KeptIds, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.models import same_positions
@@ -39,57 +40,6 @@ from core.vision.pictures import modality_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from core.config.training_keys import ActorConfig, CriticConfig
-
-
-class MicroBatchSize(NamedTuple):
-    """A memory setting: the most sequences, or tokens, of one pass."""
-
-    max_sequences: int | None = None
-    max_tokens: int | None = None
-
-
-def training_size(section: ActorConfig | CriticConfig) -> MicroBatchSize:
-    """Return the size of the passes of actor or critic; frozen models use the actor's."""
-    if section.use_dynamic_bsz:
-        return MicroBatchSize(max_tokens=section.ppo_max_token_len_per_gpu)
-    return MicroBatchSize(max_sequences=section.ppo_micro_batch_size_per_gpu)
-
-
-def micro_batches(
-    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
-) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences.
-
-    First-fit decreasing (Johnson 1973): the longest sequence that is left goes into the first piece
-    with room. Raises ValueError for a sequence that is longer than ``max_tokens``.
-    """
-    if max_tokens is not None:
-        sizes = batch.lengths.tolist()
-        capacity = max_tokens
-    else:
-        sizes = [1] * len(batch)
-        capacity = max_sequences or len(batch)
-    pieces: list[list[int]] = []
-    room: list[int] = []  # what is left of the capacity of each piece
-    for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
-        size = sizes[index]
-        if size > capacity:
-            raise ValueError(
-                f"a sequence of {size} tokens is longer than the token budget of {capacity}: "
-                "raise ppo_max_token_len_per_gpu"
-            )
-        with_room = (number for number, left in enumerate(room) if left >= size)
-        place = next(with_room, len(pieces))
-        if place == len(pieces):
-            pieces.append([])
-            room.append(capacity)
-        pieces[place].append(index)
-        room[place] -= size
-    for piece in pieces:
-        index = torch.tensor(piece)
-        yield index, batch.rows(index)
 
 
 class Ranks:
@@ -153,7 +103,7 @@ def token_log_probs(
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
     """
-    options = {"use_cache": False, **inputs.inputs}
+    options = {"use_cache": False, **inputs.model_arguments}
     if inputs.media is not None:
         output = run_with_pictures(module, inputs.input_ids, inputs.media, **options)
     elif runs_unused_tower:
@@ -161,7 +111,7 @@ def token_log_probs(
     else:
         output = module.base_model(input_ids=inputs.input_ids, **options)
     # The last norm has float32 weights, and so it returns float32
-    hidden_MH = _in_precision_of_passes(module, (), output.last_hidden_state[inputs.predicts])
+    hidden_MH = _in_precision_of_passes(module, (), output.last_hidden_state[inputs.is_predicting])
     head = module.get_output_embeddings()
     # Ranks that share layers each compute with the whole head
     weight = whole_tensor(head.weight)
@@ -229,7 +179,9 @@ class LearnerModel:
         empty = (torch.empty(0, dtype=torch.int64), batch.blank_row())
         return pieces + missing * [empty]
 
-    def pass_over(self, batch: TrainBatch, media: PictureInputs | None = None) -> ForwardInputs:
+    def inputs_of_pass(
+        self, batch: TrainBatch, media: PictureInputs | None = None
+    ) -> ForwardInputs:
         """Return the inputs of a pass over the micro-batch, which reads the prompts of groups once.
 
         Raises InputError for a sequence that would change the positions of the others.
@@ -287,19 +239,19 @@ class Policy(LearnerModel):
         if batch.media:
             media_B = [batch.media.get(group) for group in batch.group.tolist()]
             media = picture_inputs(self.module, batch.padded("input_ids").long(), media_B)
-        inputs = self.pass_over(batch, media)
+        pass_inputs = self.inputs_of_pass(batch, media)
         with self.precision():
             log_prob_M, entropy_M = self.ranks.with_gathered_params(
                 self.module,
                 token_log_probs,
-                inputs,
+                pass_inputs,
                 temperature=self.temperature,
                 unknown=self.unknown,
                 # Ranks that share weights gather them in one order, with pictures or without
                 runs_unused_tower=self.reads_media and self.ranks is not ALONE,
                 entropy_grad=entropy_grad,
             )
-        return inputs.at_tokens(log_prob_M), inputs.at_tokens(entropy_M)
+        return pass_inputs.at_tokens(log_prob_M), pass_inputs.at_tokens(entropy_M)
 
     @torch.no_grad()
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
@@ -310,8 +262,8 @@ class Policy(LearnerModel):
         for index, micro_batch in self.micro_batches_of_rank(size, batch):
             log_prob, entropy = self.token_stats(micro_batch.to(self.device))
             if len(index):
-                batch.put(log_prob_N, index, log_prob.cpu().to(dtype))
-                batch.put(entropy_N, index, entropy.cpu().to(dtype))
+                batch.put_into(log_prob_N, index, log_prob.cpu().to(dtype))
+                batch.put_into(entropy_N, index, entropy.cpu().to(dtype))
         return log_prob_N, entropy_N
 
 
@@ -378,16 +330,18 @@ def check_packing(model: LearnerModel) -> None:
     ids = ids % model.module.config.get_text_config().vocab_size
 
     def predicting_states(module: nn.Module, inputs: ForwardInputs) -> Tensor:
-        out = module.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
-        return out.last_hidden_state[inputs.predicts]
+        out = module.base_model(
+            input_ids=inputs.input_ids, use_cache=False, **inputs.model_arguments
+        )
+        return out.last_hidden_state[inputs.is_predicting]
 
     def states_of_pass(inputs: ForwardInputs) -> Tensor:
         with model.precision():
             return model.ranks.with_gathered_params(model.module, predicting_states, inputs)
 
     # A causal model does not see the padding behind a sequence's end
-    predicts = pad(predicting_tokens(written, lengths), lengths)
-    alone = states_of_pass(ForwardInputs(pad(ids, lengths), predicts, ids[written], written))
+    is_predicting = pad(predicting_tokens(written, lengths), lengths)
+    alone = states_of_pass(ForwardInputs(pad(ids, lengths), is_predicting, ids[written], written))
     if not alone.isfinite().all():
         raise InputError(
             f"model.path: {kind}: its states of a few tokens are not finite: the weights hold NaN "

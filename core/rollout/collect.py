@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # a request to stop is noticed this late if no sample finishes before
-# Lower bound of the keep rate when the number of groups to begin is estimated: it bounds how many
-# are in flight even if hardly any group passes
+# may_begin() takes the keep rate as at least this: never more than wanted / 0.01 groups are in
+# flight, however large the limit is
 MIN_KEEP_RATE = 0.01
 
 
@@ -46,8 +46,8 @@ class CollectLimits:
     """How many groups a step needs, and how many prompts it may draw for them."""
 
     wanted: int  # groups a step trains on
-    in_flight: int  # prompts that are answered at the same time, at most
-    drawn: int  # prompts that are drawn for one step, at most
+    max_in_flight: int  # prompts that are answered at the same time
+    max_drawn: int  # prompts that are drawn for one step
     # If too few groups pass: raise, or train on those there are
     raise_on_exhausted: bool = True
     # The keys that a message names if too few groups pass
@@ -87,12 +87,12 @@ async def collect_groups(
     """Generate groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     What is still in flight then is aborted. ``after_group()`` is called after each finished group.
-    collect_ahead is called next for as many steps as ``steps_ahead``; the result then has its
-    ``ahead_window``. Groups of a policy before ``oldest_version`` are too old for the next step,
-    and are not carried to it.
+    If ``steps_ahead`` is above 0, the result's ``ahead_window`` has the ordinals that are answered
+    next, about enough for that many steps. Groups of a policy before ``oldest_version`` are too old
+    for the next step, and are not carried to it.
 
     Raises:
-        Exhausted: ``limits.drawn`` prompts were drawn and none passed, or fewer than
+        Exhausted: ``limits.max_drawn`` prompts were drawn and none passed, or fewer than
             ``limits.wanted`` passed and ``raise_on_exhausted`` is set.
         StopRequested: ``stop_requested()`` became true.
     """
@@ -106,30 +106,31 @@ async def collect_groups(
             while groups.may_begin(next_to_begin):
                 groups.begin(next_to_begin)
                 next_to_begin += 1
-            if not groups.in_flight or groups.are_enough(state.next_ordinal):
+            if not groups.in_flight or groups.are_enough():
                 break
             num_finished = await groups.filter_finished()
             for _ in range(num_finished):
                 after_group()
     finally:
         await groups.abort()
-    # These are final. Either all ordinals up to the last chosen one are decided, or all that were
-    # begun are: no group that finishes later could have a lower ordinal
+    # No group that finishes later could have a lower ordinal than the chosen ones: all ordinals up
+    # to the last chosen one are decided, or all that were begun are
     chosen = groups.passed(below=next_to_begin)[: limits.wanted]
     if len(chosen) == limits.wanted:
         next_ordinal = chosen[-1].prompt.ordinal + 1
     else:
         groups.report_exhausted(chosen)
         next_ordinal = next_to_begin
-    # As many ordinals for each step ahead as this one went through
-    num_ordinals = next_ordinal - state.next_ordinal
-    if num_ordinals > len(chosen):  # some were dropped
-        num_ordinals += math.ceil(num_ordinals / 10)
-    end = next_ordinal + steps_ahead * min(num_ordinals, limits.drawn)
-    if steps_ahead:  # what was answered before, for later steps, is not drawn again
-        usable = [n for n, group in state.carried.items() if group.version >= oldest_version]
-        end = max([end, *(ordinal + 1 for ordinal in usable)])
-    return groups.collected(chosen, range(next_ordinal, end), oldest_version)
+    # Each step ahead is expected to go through as many ordinals as this step did
+    ordinals_per_step = next_ordinal - state.next_ordinal
+    if ordinals_per_step > len(chosen):  # some were dropped: a tenth more, as a reserve
+        ordinals_per_step += math.ceil(ordinals_per_step / 10)
+    end = next_ordinal + steps_ahead * min(ordinals_per_step, limits.max_drawn)
+    if steps_ahead > 0:  # the window reaches all carried groups that are new enough
+        for ordinal, group in state.carried.items():
+            if group.version >= oldest_version:
+                end = max(end, ordinal + 1)
+    return groups.result(chosen, range(next_ordinal, end), oldest_version)
 
 
 class GroupsInProgress:
@@ -147,8 +148,8 @@ class GroupsInProgress:
         self.state = state
         self.limits = limits
         self.decided: dict[int, ScoredGroup | Dropped] = dict(state.carried)
-        self.in_flight: dict[asyncio.Task, int] = {}
-        # Carried groups count once this step reaches them: they were drawn for it, only earlier
+        self.in_flight: dict[asyncio.Task, int] = {}  # task -> ordinal
+        # Prompts drawn for this step. A carried group counts when the step reaches its ordinal.
         self.drawn = 0
 
     def begin(self, ordinal: int) -> None:
@@ -168,7 +169,7 @@ class GroupsInProgress:
             self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
         # In the order of ordinals: a set has no order, and a replay needs one
-        for task in sorted(done, key=self.in_flight.__getitem__):
+        for task in sorted(done, key=lambda task: self.in_flight[task]):
             ordinal = self.in_flight.pop(task)
             group = task.result()
             if self.keep_group(group):
@@ -182,22 +183,22 @@ class GroupsInProgress:
         await cancel(self.in_flight)
 
     def passed(self, below: int) -> list[ScoredGroup]:
-        """Return the groups of lower ordinals that passed, in their order."""
+        """Return the groups that passed and have an ordinal under ``below``, by ordinal."""
         decided = [self.decided[ordinal] for ordinal in sorted(self.decided) if ordinal < below]
         return [group for group in decided if isinstance(group, ScoredGroup)]
 
     def may_begin(self, ordinal: int) -> bool:
         """Return whether the ordinal is expected to be needed, and may be drawn."""
-        if len(self.in_flight) >= self.limits.in_flight or self.drawn >= self.limits.drawn:
+        if len(self.in_flight) >= self.limits.max_in_flight or self.drawn >= self.limits.max_drawn:
             return False
         # Ignore carried groups above this ordinal: stopping early because of them would skip lower
         # ordinals and bias the step.
         expected = len(self.in_flight) * max(self.keep_rate, MIN_KEEP_RATE)
         return len(self.passed(below=ordinal)) + expected < self.limits.wanted
 
-    def are_enough(self, first: int) -> bool:
+    def are_enough(self) -> bool:
         """Return whether enough groups passed below the first ordinal that is undecided."""
-        first_undecided = first
+        first_undecided = self.state.next_ordinal
         while first_undecided in self.decided:
             first_undecided += 1
         return len(self.passed(below=first_undecided)) >= self.limits.wanted
@@ -209,7 +210,10 @@ class GroupsInProgress:
 
     @property
     def keep_rate(self) -> float:
-        """Running keep rate: the previous rate counts as ``wanted`` groups, plus this step's."""
+        """The keep rate up to now.
+
+        The previous rate, weighted as ``wanted`` groups, averaged with this collection's groups.
+        """
         wanted = self.limits.wanted
         return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
 
@@ -225,20 +229,22 @@ class GroupsInProgress:
             raise Exhausted(message)
         log.warning("%s; training on the %d groups there are", message, len(chosen))
 
-    def collected(
+    def result(
         self, chosen: Collection[ScoredGroup], window: range, oldest_version: int
     ) -> Collected:
-        """Return the outcome of a step. ``window`` begins at the first ordinal it did not reach."""
+        """Return the step's outcome. ``window`` begins at the next step's first ordinal."""
         next_ordinal = window.start
         dropped = 0
         wasted_tokens = 0
         carried = {}
         for ordinal, group in self.decided.items():
             if ordinal < next_ordinal:
-                dropped += isinstance(group, Dropped)
+                if isinstance(group, Dropped):
+                    dropped += 1
                 continue
             if group.version >= oldest_version:
                 carried[ordinal] = group
+            # A new group outside the window is carried too, but the trainer drops it: a waste
             if group.version < oldest_version or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {
@@ -276,7 +282,8 @@ async def results_of(
             if pending and stop_requested and stop_requested():
                 raise StopRequested
     finally:
-        await cancel(tasks)  # also reads what else failed: asyncio prints an error that nobody read
+        # Also retrieves the exceptions of other failed tasks: asyncio logs any that nobody read
+        await cancel(tasks)
     return [task.result() for task in tasks]
 
 

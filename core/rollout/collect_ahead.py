@@ -21,7 +21,7 @@ from core.rollout.collect import (
 from core.types import StepMetrics, TrainBatch
 
 
-async def collect_ahead(
+async def answer_window(
     generate_group: GenerateGroup,
     keep_group: KeepGroup,
     collected: Collected,
@@ -40,7 +40,7 @@ async def collect_ahead(
     groups = GroupsInProgress(generate_group, keep_group, known_state, limits)
     try:
         while missing or groups.in_flight:
-            while missing and len(groups.in_flight) < limits.in_flight:
+            while missing and len(groups.in_flight) < limits.max_in_flight:
                 groups.begin(missing.pop(0))
             await groups.filter_finished()
     finally:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Values = Mapping[str, float]
 SCORE = "critic/score/mean"
 # Share of all answers of a step, dropped groups included, that have no score
-FAILED = "reward/failed_rate"
+FAILED_RATE = "reward/failed_rate"
 SKIPPED = "skipped_updates"
 NONFINITE = "nonfinite"  # the check that ends a run
 
@@ -60,7 +60,7 @@ COLLAPSED = 0.2
 # optimizer step a batch, old and new policy are one in the first two.
 MOVEMENT = {"actor/pg_clipfrac": 1e-3, "actor/ppo_kl": 1e-3, "actor/kl_loss": 1e-3}
 NO_SPREAD = "reward/zero_variance_share"
-REMEMBERED = {SCORE, FAILED, ENTROPY, *MOVEMENT, *STUCK}
+REMEMBERED = {SCORE, FAILED_RATE, ENTROPY, *MOVEMENT, *STUCK}
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Health:
         """Return the number that each check compares, None if there is none yet."""
         gap = values.get("rollout_corr/entropy_gap_z")
         scores = self.history.get(SCORE, [])
-        failed = self.history.get(FAILED)
+        failed = self.history.get(FAILED_RATE)
         means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
         return {
             NONFINITE: _last_in_row(self.history[SKIPPED], bool),

@@ -16,13 +16,13 @@ class MetricSums:
         self.counts: dict[str, float] = defaultdict(float)
         self.extremes: dict[str, float] = {}
 
-    def tokens(self, stats: dict[str, Tensor], mask_N: Tensor) -> None:
+    def add_tokens(self, stats: dict[str, Tensor], mask_N: Tensor) -> None:
         """Add the values of the tokens of the mask; each token counts once."""
         for name, value_N in stats.items():
             self.sums[name] += float(torch.where(mask_N, value_N.detach(), 0.0).sum())
             self.counts[name] += float(mask_N.sum())
 
-    def value(self, name: str, value: float, *, counts: bool = True) -> None:
+    def add_value(self, name: str, value: float, *, counts: bool = True) -> None:
         """Add a number of an optimizer step.
 
         ``counts=False`` adds another partial sum to the same optimizer step.
@@ -30,7 +30,7 @@ class MetricSums:
         self.sums[name] += value
         self.counts[name] += counts
 
-    def extreme(self, name: str, value: float) -> None:
+    def keep_extreme(self, name: str, value: float) -> None:
         """Keep the smallest value of a name that ends in ``_min``, the largest of any other."""
         choose = min if name.endswith("_min") else max
         self.extremes[name] = choose(self.extremes.get(name, value), value)
@@ -41,7 +41,7 @@ class MetricSums:
             self.sums[name] += total
             self.counts[name] += other.counts[name]
         for name, value in other.extremes.items():
-            self.extreme(name, value)
+            self.keep_extreme(name, value)
 
     def result(self, prefix: str) -> dict[str, float]:
         """Return the means and extremes under ``prefix/``."""

@@ -12,6 +12,7 @@ from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rollout.collect import CollectLimits
 from core.types import ScoredGroup, Trajectory
+from recipes.dapo.functions import overlong_punishment
 from reward_scores.score import Score
 
 # verl's names of the shaped score; the second is refused with KL in reward
@@ -67,18 +68,10 @@ class RayDAPOTrainer(RayPPOTrainer):
             return limits
         return dataclasses.replace(
             limits,
-            drawn=filters.max_num_gen_batches * limits.in_flight or limits.drawn,
+            max_drawn=filters.max_num_gen_batches * limits.max_in_flight or limits.max_drawn,
             raise_on_exhausted=filters.on_exhausted == "raise",
             keys="algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size",
         )
-
-
-def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """Return ``R_length`` of eq. 13.
-
-    It is 0 up to ``limit - buffer`` tokens (L_max - L_cache) and -1 from ``limit`` on.
-    """
-    return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
 def compared_value(score: Score, group: ScoredGroup, metric: str) -> float:

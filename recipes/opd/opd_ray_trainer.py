@@ -92,7 +92,7 @@ class RayOPDTrainer(RayPPOTrainer):
             is_pupil_P = torch.tensor([each == role for each in roles])
             rows = is_pupil_P[seen.group].nonzero()[:, 0]
             log_prob_N = self.workers.compute_ref_log_prob(seen.rows(rows), role)
-            seen.put(seen_N, rows, log_prob_N)
+            seen.put_into(seen_N, rows, log_prob_N)
         # The same answers in the same order, behind prompts of other lengths
         return torch.zeros(batch.tokens).masked_scatter(
             batch.response_mask, seen_N[seen.response_mask]

@@ -19,7 +19,7 @@ from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
 from core.learner import packing
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
-from core.learner.learner import only_advantages_train
+from core.learner.learner import zero_advantage_gives_no_gradient
 from core.learner.lora import merged_weights, trained_weights
 from core.learner.saving import FILE_SIZE
 from core.tracking.metric_sums import MetricSums
@@ -157,7 +157,8 @@ def gradients(rank, world, config, batch, dtype="float32"):
     models = learner(config, dtype, critic=False).models
     (step,) = mini_batching(config.actor_rollout_ref.actor, 24)(batch)
     busy = contributing_sequences(
-        step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor)
+        step,
+        skip_zero_advantage=zero_advantage_gives_no_gradient(config.actor_rollout_ref.actor),
     )
     means = MetricSums()
     models.actor.mismatch = MetricSums()

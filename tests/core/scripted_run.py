@@ -93,7 +93,7 @@ class ScriptedWorkers:
     log-prob less the engine's.
     """
 
-    ranks, threads, overlaps, reward_model = 1, 1, False, None
+    ranks, threads, generates_while_learning, reward_model = 1, 1, False, None
 
     def __init__(
         self, config, engine: ScriptedEngine, report: Callable[[int], Values] = lambda step: {}

@@ -25,7 +25,7 @@ def test_a_run_that_ends_while_it_collects_saves_its_complete_steps(
 ):
     """Also where the next step's answers are drawn while a step trains: that step is completed
     first."""
-    monkeypatch.setattr(ScriptedWorkers, "overlaps", ahead)
+    monkeypatch.setattr(ScriptedWorkers, "generates_while_learning", ahead)
     stale = ["trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token"]
     keys = [*stale[: 2 * ahead], "reward_model.on_error=raise", "trainer.save_freq=-1"]
     config = configured(prepare(tmp_path), "run", *keys)

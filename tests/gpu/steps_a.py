@@ -20,10 +20,9 @@ from transformers import Qwen2Config
 from core.cluster.fsdp import ProcessRanks, reshard, shard
 from core.config import compose
 from core.learner import log_probs
-from core.learner.batching import mini_batching
+from core.learner.batching import MicroBatchSize, mini_batching
 from core.learner.learner import Actor
 from core.learner.models import load_policy
-from core.learner.passes import MicroBatchSize
 from core.model_shapes import MODELS, Shape
 from core.plan import block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch

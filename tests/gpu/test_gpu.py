@@ -16,9 +16,9 @@ from core.cluster.learner_rank import LearnerRank
 from core.cluster.workers import LocalWorkers
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging
-from core.learner.batching import make_batch
+from core.learner.batching import MicroBatchSize, make_batch
 from core.learner.log_probs import token_log_probs_and_entropy
-from core.learner.passes import MicroBatchSize, Policy, WeightSyncError
+from core.learner.passes import Policy, WeightSyncError
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.core.engine_contract import ask, sample_all

@@ -20,7 +20,8 @@ from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted
 from core.tracking.tracker import Tracker
 from core.types import ScoredGroup, Stop
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipes.dapo.functions import overlong_punishment
 from reward_scores.score import Score, ScoreStatus
 from tests.faults.tiny_run import command, prepare
 from tests.golden_dapo import group, trainer, trajectory
@@ -143,7 +144,7 @@ def test_what_published_scripts_set_is_no_problem(subtests):
             assert composed.problems == ()
             assert any(line.startswith(overrides[0]) for line in composed.warnings)
     unlimited = trainer("algorithm.filter_groups.max_num_gen_batches=0")
-    assert unlimited.collect_limits().drawn == 10 * unlimited.config.data.gen_batch_size
+    assert unlimited.collect_limits().max_drawn == 10 * unlimited.config.data.gen_batch_size
     assert examine("dapo", ["data.gen_batch_size=512"]).problems == ()
 
 

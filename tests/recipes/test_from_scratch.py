@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from core.config import compose
-from core.learner.batching import make_batch, mini_batches
+from core.learner.batching import MicroBatchSize, make_batch, mini_batches
 from core.learner.learner import Actor
-from core.learner.passes import MicroBatchSize
 from core.ray_trainer import RayPPOTrainer
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from recipes.grpo import from_scratch

@@ -16,10 +16,10 @@ from core.config.training_keys import AlgorithmConfig
 from core.learner.batching import (
     contributing_sequences,
     make_batch,
+    micro_batches,
     mini_batches,
     split_zero_gradient,
 )
-from core.learner.passes import micro_batches
 from core.types import BATCH_FIELDS, KeptSets, Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score, ScoreStatus
 
@@ -159,7 +159,7 @@ def test_rows_are_those_of_the_padded_fields(batch, data):
             expected = torch.cat([value[:0], *(part for span in spans for part in parts[span])])
         assert torch.equal(found.stored[name], expected), name
     everything = torch.zeros_like(batch.rollout_log_probs)
-    batch.put(everything, torch.arange(len(batch)), batch.rollout_log_probs)
+    batch.put_into(everything, torch.arange(len(batch)), batch.rollout_log_probs)
     assert torch.equal(everything, batch.rollout_log_probs)
 
 
@@ -232,13 +232,13 @@ def test_idle_rows_are_those_that_cannot_move_a_weight(groups):
     batch = make_batch(groups, PAD)
     (step,) = mini_batches(batch, prompts=2, scale_factor=1.0)
     step = step.adding(advantages=torch.tensor([0, 0, 1.5, 1.5]).repeat_interleave(step.lengths))
-    busy, idle = split_zero_gradient(step, only_advantages_train=True)
+    busy, idle = split_zero_gradient(step, skip_zero_advantage=True)
     assert (len(busy), len(idle)) == (1, 3) and busy.reward.tolist() == [2.0]
     assert float(busy.loss_weight.sum()) == pytest.approx(2 / 5)  # weights were made over all rows
-    busy, idle = split_zero_gradient(step, only_advantages_train=False)
+    busy, idle = split_zero_gradient(step, skip_zero_advantage=False)
     assert busy.reward.tolist() == [1.0, 2.0] and len(idle) == 2
     nothing = step.rows([])  # a rank whose share is empty takes part in every pass
-    assert len(contributing_sequences(nothing, only_advantages_train=True)) == 0
+    assert len(contributing_sequences(nothing, skip_zero_advantage=True)) == 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus_baseline"])

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from core.config.training_keys import PolicyLossConfig
-from core.learner.batching import make_batch, mini_batches, mini_batching
+from core.learner.batching import MicroBatchSize, make_batch, mini_batches, mini_batching
 from core.learner.learner import Actor, Critic
-from core.learner.passes import MicroBatchSize, Policy
+from core.learner.passes import Policy
 from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -194,8 +194,8 @@ def test_a_loss_of_ones_own_selects_from_the_whole_step_at_its_present_weights()
     path = f"{__name__}:without_halves"
     for knob in MEMORY:
         part = actor(policy_loss=SimpleNamespace(loss_mode=path), **knob)
-        part.select_now = halves
-        selections.append(part.selected_now(step))
+        part.user_select = halves
+        selections.append(part.selected_by_user(step))
         gradients.append(accumulated(part, step)[0])
     now, _ = part.log_probs(step, MicroBatchSize(max_sequences=100))
     log_ratio, carries = now - step.old_log_probs, step.loss_mask
@@ -243,7 +243,7 @@ def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
         # The engine's policy is another from the start
         part.stepper.step_index = 0 if part.bypass else 1
         free = inside & ~clipped
-        drawn = part.choose_selected(step)
+        drawn = part.selected_by_order(step)
         assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
         first = step.selected > 0
         assert torch.equal(drawn & first, free & first)  # none is given up without need
@@ -256,12 +256,12 @@ def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_
     part.stepper.step_index = 1
     means, part.mismatch = MetricSums(), MetricSums()
     part.accumulate(step, means)
-    drawn, before = part.choose_selected(step), step.selected > 0
+    drawn, before = part.selected_by_order(step), step.selected > 0
     contributing = (step.advantages != 0) & step.response_mask
     assert means.sums["cov_selected"] == int((drawn & contributing).sum())
     assert not torch.equal(drawn, before)
     part.stepper.step_index = 0  # the first step of a rollout: no weight has moved
-    assert torch.equal(part.choose_selected(step), before)
+    assert torch.equal(part.selected_by_order(step), before)
 
 
 def test_the_objective_is_the_formula_written_out():

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from core.config.schema import Config
 from core.config.training_keys import ModelConfig
 from core.errors import InputError
+from core.learner.batching import MicroBatchSize
 from core.learner.models import (
     config_changes,
     load_policy,
@@ -24,7 +25,7 @@ from core.learner.models import (
     positions,
     same_positions,
 )
-from core.learner.passes import MicroBatchSize, Policy
+from core.learner.passes import Policy
 from core.learner.saving import export_hf
 from core.types import TrainBatch
 from tests.tiny import tiny_model, tiny_tokenizer

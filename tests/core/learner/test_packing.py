@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.learner import packing, passes
-from core.learner.batching import make_batch
+from core.learner.batching import MicroBatchSize, make_batch
 from core.learner.learner import Actor, Critic
 from core.learner.log_probs import KeptIds
 from core.learner.packing import (
@@ -22,7 +22,7 @@ from core.learner.packing import (
     shared_prompts,
     use_packed_attention,
 )
-from core.learner.passes import MicroBatchSize, Policy, token_log_probs
+from core.learner.passes import Policy, token_log_probs
 from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score
@@ -146,7 +146,7 @@ def test_ranks_that_split_a_pass_have_the_kept_ids_of_their_labels(sharing):
         mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda rank=rank: rank)
         parts.append(forward_inputs(*arguments, group_B=group, kept=kept, mesh=mesh))
         assert len(parts[rank].labels) == len(parts[rank].kept.counts)
-        assert int(parts[rank].predicts.sum()) == len(parts[rank].labels)
+        assert int(parts[rank].is_predicting.sum()) == len(parts[rank].labels)
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
     for name in ("ids", "counts"):
         joined = torch.cat([getattr(part.kept, name) for part in parts])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core.data.draw_order import derive_seed, sampling_seed
 from core.rollout.collect import CollectLimits, CollectState, collect_groups
-from core.rollout.collect_ahead import collect_ahead
+from core.rollout.collect_ahead import answer_window
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts
@@ -77,7 +77,7 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(
         """A step's collection, then that of later ones with the same policy, on one event loop."""
         options = {"steps_ahead": staleness, "oldest_version": oldest}
         collected = await collect_groups(rollouts, keep, state, limits, **options)
-        return collected, await collect_ahead(rollouts, keep, collected, limits)
+        return collected, await answer_window(rollouts, keep, collected, limits)
 
     for step in range(1, STEPS + 1):
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
@@ -141,7 +141,7 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
     )  # fmt: skip
     run = Trainer(config, answers, random_latency(timing))
     run.init_workers()
-    run.workers.overlaps = overlapping  # another thread collects during the update
+    run.workers.generates_while_learning = overlapping  # another thread collects during the update
     run.fit()
     return run
 
@@ -230,7 +230,7 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
         run = scripted()(
             configured(folder, died, *STALE), answer, random_latency(0), reported
         ).init_workers()
-        run.workers.overlaps = True
+        run.workers.generates_while_learning = True
         with pytest.raises(RuntimeError, match=f"{died} died"):
             run.fit()
         assert run.run.step == complete
@@ -254,7 +254,7 @@ def test_answers_ahead_are_graded_where_a_function_may_use_signals(folder, tmp_p
     run = scripted()(
         configured(folder, "alarm", *STALE, function, steps=3), lambda *_: "1"
     ).init_workers()
-    run.workers.overlaps = True
+    run.workers.generates_while_learning = True
     run.fit()
     rows = load_run(run.run.run_dir).metrics
     assert [(row.get("reward/failed_rate", 0.0), row["critic/score/mean"]) for row in rows] == [

@@ -12,8 +12,8 @@ import torch
 
 from core.engines.engine import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
-from core.learner.batching import make_batch
-from core.learner.passes import MicroBatchSize, Policy
+from core.learner.batching import MicroBatchSize, make_batch
+from core.learner.passes import Policy
 from core.types import Prompt, ScoredGroup, TrainBatch
 from core.vision.learner_pictures import picture_inputs, run_with_pictures
 from core.vision.pictures import patches

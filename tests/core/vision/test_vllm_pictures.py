@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from core.engines.engine import SampleRequest, SamplingParams
-from core.learner.batching import make_batch
+from core.learner.batching import MicroBatchSize, make_batch
 from core.learner.models import load_policy, load_tokenizer
-from core.learner.passes import MicroBatchSize, Policy
+from core.learner.passes import Policy
 from core.types import ScoredGroup
 from reward_scores.score import Score
 from tests.core.vision.test_vision import prompts
