@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from core.data.encoder import TAG_TOKENS, Encoder
-from core.data.vocabulary import ChatError
+from core.data.vocabulary import ChatError, with_read_arguments
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, EpisodeLimits, Stretch, check_readable
 from core.rollout.chat_frames import ChatFrames
@@ -291,7 +291,7 @@ class ChatSession:
             messages = messages[:-1]
         completion = Completion(
             answer=answer,
-            messages=[*messages, {**answer, "content": begun + answer["content"]}],
+            messages=[*messages, plain_message({**answer, "content": begun + answer["content"]})],
             text=begun + segment.text,
             tools=ask.described_tools,
             episode=episode,
@@ -346,4 +346,16 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         if not all(isinstance(part, str) for part in parts):
             raise Refused("messages.content", "must be text")
         content = "".join(parts)
-    return {**plain, "role": str(plain.get("role")), "content": content}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+    plain |= {"role": str(plain.get("role")), "content": content}
+    return with_read_arguments([plain])[0]  # another client may write the same arguments anew
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """Return what counts of a call: a client that read a stream adds an index. Raises Refused."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise Refused("messages.tool_calls", "must be calls of functions")
+    counted = {name: function.get(name) for name in ("name", "arguments")}
+    return {"id": call.get("id"), "type": "function", "function": counted}

@@ -224,6 +224,36 @@ def test_log_probs_and_a_stream_of_one_chunk():
     assert trajectory.failure == ""
 
 
+def written_anew(message):
+    """Return a message as a client writes it that reads the arguments of calls, without spaces."""
+    echo = message.model_dump(exclude_none=True)
+    for each in echo["tool_calls"]:
+        arguments = json.loads(each["function"]["arguments"])
+        each["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
+    return echo
+
+
+@pytest.mark.parametrize("echo_of", [lambda message: message, written_anew])
+def test_a_streamed_call_is_extended_however_the_client_sends_it_back(echo_of):
+    """A client that read a stream adds an index to each call: the call was encoded again."""
+
+    async def agent(prompt, client):
+        messages = list(prompt.messages)
+        fields = {"model": "p", "messages": messages, "tools": [TOOL]}
+        async with client.chat.completions.stream(**fields) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        assert message.tool_calls[0].index == 0
+        answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "84"}
+        await ask(client, [*messages, echo_of(message), answer], tools=[TOOL])
+        return 1.0
+
+    playing = Playing(agent, TURNS)
+    (trajectory,) = playing.trajectories()
+    assert trajectory.failure == "" and trajectory.branches == ()
+    assert playing.metrics["agent/extended_share"] == 1
+    assert TURNS[0] in text_of(playing, trajectory.response_ids)
+
+
 # --- faults ---
 
 
@@ -339,6 +369,9 @@ REFUSED = {
     "n": {"n": 0},
     "messages": {"messages": []},
     "messages.content": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "messages.tool_calls": {
+        "messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]
+    },
     "messages.audio": {"messages": [{"role": "user", "content": "x", "audio": {"id": "1"}}]},
 }
 
