@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Plays one episode with an agent of this folder, in the environment that run_lab.sh made for it.
+# Plays one episode with an agent that run_lab.sh has made resident in an environment of its own.
 #
-#   bash recipes/agents/play.sh openai_agents_sums
+#   bash recipes/agents/play.sh verifiers
 set -euo pipefail
 
-exec "outputs/agents/${1%_sums}/bin/python" "$(dirname "${BASH_SOURCE[0]}")/$1.py"
+env="outputs/agents/$1"
+exec "$env/bin/python" -S -E "$(dirname "${BASH_SOURCE[0]}")/resident.py" play "$env/socket"

@@ -9,6 +9,8 @@ import json
 import random
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -158,19 +160,25 @@ def test_the_page_shows_the_agent_as_it_is():
     assert f"```python\n{code}```" in (FOLDER / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", ["react", "openai_agents", "search"])
+PROGRAMS = ("openai_agents", "verifiers")
+
+
+@pytest.mark.parametrize("kind", ["react", *PROGRAMS, "search"])
 def test_each_lab_has_an_agent(kind):
     agent = read_script(FOLDER / "run_lab.sh", (kind,)).config.actor_rollout_ref.rollout.agent
-    assert agent.plays and bool(agent.command) == (kind == "openai_agents")
+    assert agent.plays and bool(agent.command) == (kind in PROGRAMS)
 
 
 @pytest.mark.slow
-def test_an_agent_of_openai_agents_plays_in_an_environment_of_its_own(tmp_path):
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_an_agent_of_a_library_plays_in_an_environment_of_its_own(tmp_path, kind):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"
-    requirements = FOLDER / "requirements_openai_agents.txt"
+    requirements = FOLDER / f"requirements_{kind}.txt"
     subprocess.run([python, "-m", "pip", "--quiet", "install", "-r", requirements], check=True)
-    check_sums_program(f"{python} {FOLDER}/openai_agents_sums.py")
+    check_sums_program(f"{python} {FOLDER}/{kind}_sums.py")
+    with resident(python, FOLDER / f"{kind}_sums.py", tmp_path / "socket"):
+        check_sums_program(f"{python} {FOLDER}/resident.py play {tmp_path}/socket")
 
 
 def check_sums_program(program: str) -> None:
@@ -184,6 +192,72 @@ def check_sums_program(program: str) -> None:
         assert (trajectory.failure, trajectory.reward) == ("", reward)
         assert "10" in "".join(part.text for part in trajectory.segments if part.role == "tool")
         assert (trajectory.branches, playing.metrics["agent/extended_share"]) == ((), 1)
+
+
+@contextmanager
+def resident(python, agent: Path, address: Path):
+    """Keep an agent resident. It answers when its socket is there."""
+    server = subprocess.Popen([python, FOLDER / "resident.py", "serve", address, agent])
+    try:
+        for _ in range(600):
+            if address.exists() or server.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert address.exists()
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+RESIDENT = """
+import asyncio, json, os, sys, urllib.request
+from pathlib import Path
+FOLDER = Path(__file__).parent
+imports = FOLDER / "imports"
+imports.write_text(f"{imports.read_text() if imports.exists() else ''}{os.getpid()} ")
+
+async def main():
+    example = json.load(sys.stdin)
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": example["messages"]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    if answer == "fails":
+        raise ValueError("it makes no sense")
+    if answer == "hangs":
+        (FOLDER / "hangs").write_text(str(os.getpid()))
+        await asyncio.sleep(3600)
+    return float(answer)
+"""
+
+
+def test_a_resident_agent_is_imported_once_and_each_episode_is_a_process_that_ends(tmp_path):
+    (tmp_path / "agent.py").write_text(RESIDENT)
+    play = f"{sys.executable} {FOLDER}/resident.py play {tmp_path}/socket"
+    options = (f"{AGENT}.command={play}", f"{TURNS}.tool_timeout_s=20")
+    with resident(sys.executable, tmp_path / "agent.py", tmp_path / "socket"):
+        several = Playing(None, ["0.5"] * 4, *options).trajectories(4)
+        assert [(each.reward, each.failure) for each in several] == [(0.5, "")] * 4
+        (failed,) = Playing(None, ["fails"], *options).trajectories()
+        assert "it makes no sense" in failed.failure and failed.reward is None
+        options = (*options[:1], f"{TURNS}.tool_timeout_s=8")
+        (hung,) = Playing(None, ["hangs"], *options).trajectories()
+        assert "neither asked nor ended" in hung.failure
+        fork = int((tmp_path / "hangs").read_text())
+        assert wait_for_end(fork)
+    assert len((tmp_path / "imports").read_text().split()) == 1
+
+
+def wait_for_end(process: int) -> bool:
+    """Return whether a process ends within 30 s."""
+    for _ in range(300):
+        if not Path(f"/proc/{process}").exists():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 # --- whole runs ---
