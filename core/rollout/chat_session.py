@@ -309,13 +309,12 @@ class ChatSession:
             return {"role": "assistant", "content": text}
         behind = behind_thought(text, thinking)
         before = text[: len(text) - len(behind)] + behind.partition(CALL)[0]
-        self.counts["calls"] += len(calls)
-        first = self.counts["calls"] - len(calls)
-        functions = ({"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls)
-        tool_calls = [
-            {"id": f"call_{number}", "type": "function", "function": function}
-            for number, function in enumerate(functions, first)
-        ]
+        tool_calls = []
+        for call in calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+            call_id = f"call_{self.counts['calls']}"
+            tool_calls.append({"id": call_id, "type": "function", "function": function})
+            self.counts["calls"] += 1
         return {"role": "assistant", "content": before, "tool_calls": tool_calls}
 
     async def trajectory(self, reward: float | None, failure: str) -> Trajectory:

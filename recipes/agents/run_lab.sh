@@ -22,7 +22,8 @@ rollout=actor_rollout_ref.rollout
 name="trainer.experiment_name=lab-agent-$kind-seed\${trainer.seed}"
 # Episodes share the trainer's cores: on a busy machine an agent is not heard for longer than the default 30 s
 own=("$rollout.multi_turn.tool_timeout_s=300" "$name")
-sums=(preset=lab_tools "$rollout.multi_turn.enable=False" "$rollout.multi_turn.tool_config_path=null" "${own[@]}")
+sums=(preset=lab_tools "$rollout.multi_turn.enable=False" "$rollout.multi_turn.tool_config_path=null" \
+    trainer.total_training_steps=20 trainer.test_freq=10 "${own[@]}")
 server=""
 trap '[[ -z "$server" ]] || kill "$server" 2> /dev/null || true' EXIT
 case "$kind" in
@@ -31,7 +32,7 @@ openai_agents | verifiers)
     # Each episode is a process, so a step has fewer
     settle grpo "${sums[@]}" "$rollout.agent.command='bash $here/play.sh $kind'" \
         data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-        data.val_max_samples=64 trainer.total_training_steps=20 trainer.test_freq=10 -- "$@"
+        data.val_max_samples=64 -- "$@"
     env="outputs/agents/$kind"
     [[ -e "$env/.installed" ]] || {
         "$python" -m venv "$env"

@@ -5,10 +5,12 @@ It continues the policy's own message: what a search finds is written behind wha
 
 import os
 import re
+import ssl
 
 import httpx
 
 SERVER = os.environ.get("RETRIEVER_URL", "http://127.0.0.1:8123/retrieve")
+TLS = ssl.create_default_context()  # made once: for each search it took 20 ms
 MAX_SEARCHES = 3
 STOP = ["</search>", "</answer>"]
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
@@ -21,7 +23,7 @@ INVALID = (
 
 async def retrieve(query):
     """Return the texts of the three best passages, each with its title in the first line."""
-    async with httpx.AsyncClient() as web:
+    async with httpx.AsyncClient(verify=TLS) as web:
         reply = await web.post(SERVER, json={"queries": [query], "topk": 3})
     return [document["contents"] for document in reply.raise_for_status().json()["result"][0]]
 
