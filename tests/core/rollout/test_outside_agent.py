@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from core.errors import InputError
 from core.rollout.agent_loop import EpisodeLimits, TrajectorySampler, make_agent_loop
 from core.types import Prompt, Stop
 from recipes.lab.tools import Calculator
+from tests.core.data.templates import pair_tokenizer_of
 from tests.core.rollout.test_tool_agent import CALCULATOR, call, loop_of, play, tokenizer
 from tests.scripted_engine import ScriptedEngine
 
@@ -40,12 +42,20 @@ class Playing:
     """Episodes of an agent with a scripted policy; ``turns`` are its texts, or made by request."""
 
     def __init__(
-        self, agent, turns, *options, entry="run", chat=CHAT, hold=False, ground_truth="4"
+        self,
+        agent,
+        turns,
+        *options,
+        entry="run",
+        chat=CHAT,
+        hold=False,
+        ground_truth="4",
+        words=None,
     ):
         running["agent"] = agent
         chosen = [f"{AGENT}.path={__name__}:{entry}"] if agent else []
         lengths = ["data.max_prompt_length=1000", "data.max_response_length=2000"]
-        self.words = tokenizer()
+        self.words = words or tokenizer()
         self.loop = make_agent_loop(compose("grpo", [*chosen, *lengths, *options]), self.words)
         left = list(turns) if not callable(turns) else None
         respond = turns if left is None else lambda _: left.pop(0)
@@ -183,6 +193,30 @@ def test_an_agent_continues_the_policy_s_message_and_a_stop_string_stays_with_it
     )
     others = text_of(playing, trajectory.response_ids[~trajectory.response_mask])
     assert others == " [found] \n<bos>user\n?<eos>\n<bos>assistant\n"
+
+
+def test_what_the_policy_sampled_is_never_encoded_again():
+    """The ids stay where the tokenizer writes the same text with fewer: log-probs are of these."""
+    words = pair_tokenizer_of("chatml")
+    sampled = [*words.convert_tokens_to_ids([".", "Ċ", ".", "Ċ"]), words.eos_token_id]
+    assert len(words.encode(".\n.\n", add_special_tokens=False)) < len(sampled) - 1
+
+    async def agent(prompt, client):
+        messages = list(prompt.messages)
+        (first,) = await ask(client, messages)
+        messages += [first, {"role": "user", "content": "more.\n"}]
+        (second,) = await ask(client, messages)
+        assert first.content == second.content == ".\n.\n"
+        # The policy goes on with its message, behind what the agent adds to it
+        await ask(client, [*messages, {"role": "assistant", "content": ".\n.\n.\n"}])
+
+    playing = Playing(agent, lambda request: sampled, words=words)
+    (trajectory,) = playing.trajectories()
+    assert (trajectory.failure, trajectory.branches) == ("", ())
+    assert trajectory.response_ids[trajectory.response_mask].tolist() == sampled * 3
+    for before, after in itertools.pairwise(playing.engine.requests):
+        answered = [*before.prompt_ids, *sampled]
+        assert list(after.prompt_ids[: len(answered)]) == answered
 
 
 def test_tokens_of_another_distribution_carry_no_loss():
@@ -413,6 +447,32 @@ def test_a_request_without_the_episode_s_token_is_refused_and_only_the_loopback_
         httpx.post(urls[0], json={})
     with pytest.raises(InputError, match="agent.host=192.0.2.99"):
         Playing(agent, [], f"{AGENT}.host=192.0.2.99")
+
+
+def test_the_token_of_an_episode_that_has_ended_is_refused():
+    keys = []
+
+    async def status_of(client, key):
+        async with httpx.AsyncClient() as plain:
+            url = f"{client.base_url}chat/completions"
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await plain.post(url, json={"messages": []}, headers=headers)).status_code
+
+    async def agent(prompt, client):
+        keys.append(client.api_key)
+        number = len(keys)
+        await ask(client, list(prompt.messages))
+        if number == 1:
+            return 1.0
+        assert await status_of(client, client.api_key) == 400
+        for _ in range(100):
+            if await status_of(client, keys[0]) == 401:
+                return 1.0
+            await asyncio.sleep(0.1)
+        raise AssertionError("its token is accepted after its end")
+
+    trajectories = Playing(agent, lambda request: "4").trajectories(2)
+    assert [each.failure for each in trajectories] == ["", ""]
 
 
 # --- programs ---
