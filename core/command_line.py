@@ -388,6 +388,7 @@ def work(trainer: str, config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for package in ("core", "recipes"):
         logging.getLogger(package).setLevel(logging.INFO)
+    log.info("the configuration has no problem; loading torch and transformers")
     run = train(load_trainer(trainer), config).run
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
 
