@@ -119,22 +119,41 @@ def processed_logits(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Ten
     if any(each.temperature not in (0, 1) for each in params):
         temperatures = [each.temperature or 1.0 for each in params]
         logits_NV = logits_NV / logits_NV.new_tensor(temperatures)[:, None]
-    vocab_size = logits_NV.shape[1]
-    top_k = [vocab_size] * len(params)
-    # Infinite where top-p is off: a running sum may round to 1 before the last token
-    top_p = [math.inf] * len(params)
-    for row, each in enumerate(params):
-        if each.temperature and each.top_k > 0:
-            top_k[row] = min(each.top_k, vocab_size)
-        if each.temperature and each.top_p < 1:
-            top_p[row] = each.top_p
-    if min(top_k) == vocab_size and min(top_p) == math.inf:
+    cut_rows = [
+        row
+        for row, each in enumerate(params)
+        if each.temperature and (each.top_k > 0 or each.top_p < 1)
+    ]
+    if not cut_rows:
         return logits_NV
-    ordered_NV, index_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
-    kth_N1 = ordered_NV.gather(-1, index_NV.new_tensor(top_k)[:, None] - 1)
-    ordered_NV = ordered_NV.masked_fill(ordered_NV < kth_N1, -torch.inf)
+    rows = logits_NV.new_tensor(cut_rows, dtype=torch.int64)
+    top_k_N = rows.new_tensor([params[row].top_k for row in cut_rows])
+    top_p = [params[row].top_p for row in cut_rows]
+    # Infinite where top-p is off: a running sum may round to 1 before the last token
+    top_p_N = torch.tensor([p if p < 1 else math.inf for p in top_p], dtype=torch.float64)
+    top_p_N = top_p_N.to(rows.device)
+    return logits_NV.index_copy(0, rows, _truncated(logits_NV[rows], top_k_N, top_p_N))
+
+
+def _truncated(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Return the logits of each row, -inf where its top-k or top-p cuts off."""
+    vocab_size = logits_NV.shape[1]
+    if logits_NV.is_cpu:  # ten times as fast as PyTorch's, which orders indices, too
+        ordered_NV = torch.from_numpy(np.sort(logits_NV.numpy(), axis=1)).flip(1)
+    else:
+        ordered_NV = logits_NV.sort(dim=1, descending=True).values
+    last_N1 = torch.where(top_k_N > 0, top_k_N, vocab_size).clamp(max=vocab_size)[:, None] - 1
+    ordered_NV.masked_fill_(ordered_NV < ordered_NV.gather(1, last_N1), -torch.inf)
     prob_NV = ordered_NV.softmax(-1)
     mass_before_NV = prob_NV.cumsum(-1, dtype=torch.float64) - prob_NV
-    is_cut_NV = mass_before_NV >= mass_before_NV.new_tensor(top_p)[:, None]
-    ordered_NV = ordered_NV.masked_fill(is_cut_NV, -torch.inf)
-    return torch.empty_like(logits_NV).scatter_(-1, index_NV, ordered_NV)
+    is_kept_NV = (mass_before_NV < top_p_N[:, None]) & (ordered_NV > -torch.inf)
+    kept_N1 = is_kept_NV.sum(-1, keepdim=True)
+    lowest_N1 = ordered_NV.gather(1, kept_N1.clamp(min=1) - 1)
+    result_NV = logits_NV.masked_fill(logits_NV < lowest_N1, -torch.inf)
+    # Of logits that equal the lowest one, those of the lowest ids stay
+    above_N1 = (logits_NV > lowest_N1).sum(-1, keepdim=True)
+    equal_NV = logits_NV == lowest_N1
+    if bool((above_N1 + equal_NV.sum(-1, keepdim=True) > kept_N1).any()):
+        is_surplus_NV = equal_NV & (equal_NV.cumsum(-1) > kept_N1 - above_N1)
+        result_NV.masked_fill_(is_surplus_NV, -torch.inf)
+    return result_NV

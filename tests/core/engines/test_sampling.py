@@ -78,6 +78,23 @@ def test_truncation_is_each_row_s_own_keeps_ties_and_takes_the_token_that_reache
         assert int(out.isfinite().sum()) == kept, top_p
 
 
+def test_of_equal_logits_at_the_border_the_lowest_ids_stay_alone_and_beside_others():
+    flat = torch.zeros(3000)
+    steps = torch.tensor([5.0, 1, 5, 1, 1] + 2995 * [-60.0])
+    rows = torch.stack([flat, steps, flat])
+    params = [
+        SamplingParams(1, top_p=0.89995),
+        SamplingParams(1, top_p=0.9905),
+        SamplingParams(1, top_k=2000, top_p=0.49995),
+    ]
+    found = sampling.processed_logits(rows, params)
+    kept = [row.isfinite().nonzero()[:, 0].tolist() for row in found]
+    assert kept == [list(range(2700)), [0, 1, 2, 3], list(range(3000))[:1500]]
+    for number, one in enumerate(params):
+        alone = sampling.processed_logits(rows[number : number + 1], [one])
+        assert torch.equal(alone[0], found[number])
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_logits_that_are_not_finite_have_no_log_prob(bad, temperature):

@@ -159,7 +159,7 @@ def test_kept_ids_of_tokens_that_nobody_reads_are_passed_over():
     for has_ids in (batch.response_mask, torch.ones_like(batch.response_mask)):
         kept = {"kept_counts": has_ids.int(), "kept_ids": batch.input_ids[has_ids]}
         found = reader.log_probs(batch.adding(**kept), MicroBatchSize(max_sequences=5))
-        assert not any(values.any() for values in found)
+        assert max(float(values.abs().max()) for values in found) < 1e-20
 
 
 def test_a_row_does_not_see_its_neighbours():
