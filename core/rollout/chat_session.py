@@ -192,7 +192,8 @@ class ChatSession:
 
     def _begin_answers(self, ask: ChatRequest) -> tuple[list[dict[str, Any]], list[Episode]]:
         """Return the messages, and the trajectory that each answer belongs to. Raises Refused."""
-        if self.most_turns is not None and len(self.completions) >= self.most_turns:
+        begun = self.counts["turns"] + ask.n  # also those in flight
+        if self.most_turns is not None and begun > self.most_turns:
             raise Refused("messages", f"an episode has max_assistant_turns={self.most_turns}")
         messages = [plain_message(message) for message in ask.messages]
         try:
@@ -200,6 +201,7 @@ class ChatSession:
             episode = self._open(messages, ask.described_tools)
         except (InputError, ChatError) as error:
             raise Refused("messages", str(error)) from error
+        self.counts["turns"] = begun
         context = episode.context
         return messages, [episode, *(self._begin(context) for _ in range(ask.n - 1))]
 

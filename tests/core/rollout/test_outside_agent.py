@@ -202,6 +202,21 @@ def test_the_completions_of_an_episode_are_bounded():
     assert "max_assistant_turns=3" in trajectory.failure and len(trajectory.branches) == 2
 
 
+def test_completions_that_are_requested_at_once_are_bounded_too():
+    async def agent(prompt, client):
+        messages = list(prompt.messages)
+        several = (ask(client, messages) for _ in range(5))
+        answers = await asyncio.gather(*several, return_exceptions=True)
+        assert sum(isinstance(answer, openai.BadRequestError) for answer in answers) == 2
+        return 1.0
+
+    bound = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3"
+    playing = Playing(agent, lambda request: "4", bound)
+    (trajectory,) = playing.trajectories()
+    assert (trajectory.failure, trajectory.reward) == ("", 1.0)
+    assert len(playing.engine.requests) == 3 and len(trajectory.branches) == 2
+
+
 def test_64_episodes_at_once_each_with_requests_at_once():
     async def agent(prompt, client):
         messages = list(prompt.messages)
