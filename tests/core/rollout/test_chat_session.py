@@ -121,12 +121,16 @@ def test_what_the_policy_sampled_is_never_encoded_again():
         assert first.content == second.content == ".\n.\n"
         # The policy goes on with its message, behind what the agent adds to it
         await ask(client, [*messages, {"role": "assistant", "content": ".\n.\n.\n"}])
+        # A second continuation begins with the same ids
+        await ask(client, [*messages[:-1], {"role": "user", "content": "other.\n"}])
 
     playing = Playing(agent, lambda request: sampled, words=words)
-    (trajectory,) = playing.trajectories()
-    assert (trajectory.failure, trajectory.branches) == ("", ())
+    (last,) = playing.trajectories()
+    (trajectory,) = last.branches
+    assert last.failure == ""
     assert trajectory.response_ids[trajectory.response_mask].tolist() == sampled * 3
-    for before, after in itertools.pairwise(playing.engine.requests):
+    requests = playing.engine.requests
+    for before, after in (*itertools.pairwise(requests[:3]), (requests[0], requests[3])):
         answered = [*before.prompt_ids, *sampled]
         assert list(after.prompt_ids[: len(answered)]) == answered
 
