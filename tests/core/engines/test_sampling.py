@@ -149,3 +149,15 @@ def test_stop_strings_match_where_decoding_everything_would():
     assert ends_at(tokenizer, byte_ids(tokenizer, "日本語です"), ("本語",)) == len(
         byte_ids(tokenizer, "日本語")
     )
+
+
+def test_the_kept_ids_of_a_row_are_all_that_it_may_draw():
+    """However low their logits; a row that truncates nothing, or does not ask, has none."""
+    logits = torch.tensor([[-30.0, -31, -29, -90], [0, 1, 2, 3], [0, 1, 2, 3]])
+    params = [
+        SamplingParams(1, top_k=3, kept_sets=True),
+        SamplingParams(1, kept_sets=True),
+        SamplingParams(1, top_p=0.7),
+    ]
+    _, _, kept = sampling.draw(logits, params, torch.full((3,), 0.5, dtype=torch.float64))
+    assert kept[0].tolist() == [0, 1, 2] and kept[1] is None and kept[2] is None
