@@ -18,6 +18,7 @@ from reward_scores import (
     knowledge,
     math_dapo,
     math_reward,
+    maze,
     multiply,
     prime_code,
     prime_math,
@@ -45,6 +46,7 @@ _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique"
 SCORERS: dict[str, Scorer] = {
     **dict.fromkeys(("lab/figures", "lab/guesses", "lab/hops"), _scorer(hops)),
     "lab/knowledge*": _scorer(knowledge),
+    "lab/maze": _scorer(maze),
     **dict.fromkeys(("lab/sums", "openai/gsm8k"), _scorer(gsm8k)),
     "real/instructions": _scorer(instructions),
     **dict.fromkeys(("real/passages", "real/arithmetic"), _scorer(short_answer)),

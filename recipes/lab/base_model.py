@@ -324,7 +324,7 @@ def main() -> None:
         prog="python -m recipes.lab.base_model",
         description="Train the committed weights of a task anew.",
     )
-    parser.add_argument("task", choices=["hops"], help="The task.")
+    parser.add_argument("task", choices=["hops", "maze"], help="The task.")
     task = parser.parse_args().task
     folder = COMMITTED / f"{task}_base"
     shutil.rmtree(folder, ignore_errors=True)
