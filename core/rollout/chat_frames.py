@@ -32,9 +32,6 @@ class ChatFrames:
         if not self.has_template:
             texts = (message["content"] for message in messages)
             return "".join(f"<tool_response>{text}</tool_response>" for text in texts)
-        return self._written_by_template(messages, **arguments)
-
-    def _written_by_template(self, messages: Sequence[Message], **arguments: Any) -> str:
         return vocabulary.written_behind(
             self.render, *messages, add_generation_prompt=True, **arguments
         )
@@ -47,7 +44,8 @@ class ChatFrames:
         if not self.has_template and {message["role"] for message in messages} == {"tool"}:
             return
         marked = [{**message, "content": MARK} for message in messages]
-        count = self._written_by_template(marked, **arguments).count(MARK)
+        arguments["add_generation_prompt"] = True
+        count = vocabulary.written_behind(self.render, *marked, **arguments).count(MARK)
         if count != len(marked):
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
             rule = f"of the texts of {len(marked)} message(s) of role {roles}"

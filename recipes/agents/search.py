@@ -23,7 +23,7 @@ INVALID = (
 
 async def retrieve(query):
     """Return the texts of the three best passages, each with its title in the first line."""
-    async with httpx.AsyncClient(verify=TLS) as web:
+    async with httpx.AsyncClient(verify=TLS, timeout=None) as web:  # the run has a deadline
         reply = await web.post(SERVER, json={"queries": [query], "topk": 3})
     return [document["contents"] for document in reply.raise_for_status().json()["result"][0]]
 
