@@ -41,8 +41,9 @@ def train(
 ) -> FinishedRun:
     """Train a model with a recipe and return the finished run.
 
-    ``data`` and ``val_data`` are a file, or examples with verl's columns. ``reward`` is a file with
-    a function ``compute_score``, or a function with its signature. ``keys`` are keys of the command
+    ``data`` and ``val_data`` are a file, or examples with verl's columns; of those a prompt
+    suffices. ``reward`` is a file with a function ``compute_score``, or a function with its
+    signature. ``keys`` are keys of the command
     line. Raises InputError where the command line refuses, and SystemExit where it ends a run.
     """
     from core import command_line
@@ -70,8 +71,10 @@ def train(
 
 def _data_file(examples: Examples) -> str:
     """Return the file of these examples, which is written if they are no file yet."""
-    lines = () if isinstance(examples, str | Path) else map(json.dumps, examples)
-    return _written("\n".join(lines), ".jsonl") if lines else str(examples)
+    if isinstance(examples, str | Path):
+        return str(examples)
+    unstated = {"data_source": "own", "reward_model": {"ground_truth": ""}}
+    return _written("\n".join(json.dumps(unstated | dict(row)) for row in examples), ".jsonl")
 
 
 def _function_file(function: Callable[..., Any]) -> str:

@@ -396,6 +396,8 @@ class Trainer:
 
 def prepare_torch(trainer: TrainerConfig) -> torch.device:
     """Set threads and seeds, and return the device. On a CPU equal ones repeat a run exactly."""
-    torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
+    typed = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(typed) if typed.isdecimal() and trainer.backend == "local" else os.cpu_count()
+    torch.set_num_threads(trainer.cpu_threads or threads or 1)
     seed_generators(trainer.seed)
     return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -300,7 +300,9 @@ class TraceConfig(Section):
 class TrainerConfig(Section):
     backend: Literal["local", "ray"] = execution("local", "one process, or the GPUs of nodes")
     device: Literal["cpu", "cuda"] | None = execution(None, "of models; null: cuda if there is one")
-    cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
+    cpu_threads: Count | None = execution(
+        None, "threads of torch on a CPU; null: OMP_NUM_THREADS, or all cores"
+    )
     seed: Size = key(1, "decides the examples drawn, how answers are sampled, and new weights")
     nnodes: Count = execution(1, "machines", OVER_RAY)
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)

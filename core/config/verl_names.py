@@ -9,6 +9,7 @@ what is done anyway, is accepted and listed, any other is refused.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
@@ -22,6 +23,7 @@ from core.config.section import Problem, names_of
 from core.config.training_keys import ACTOR, ULYSSES
 
 FILE = Path(__file__).with_name("verl_names.yaml")
+COMING_FROM = Path(__file__).parents[2] / "COMING_FROM.md"
 ROLLOUT = "actor_rollout_ref.rollout"
 LIKE = 0.75  # least likeness of each name; a lower one gives wrong advice on misspelt keys
 
@@ -63,6 +65,8 @@ def unknown_key(key: str, value: Any, line: Line) -> Problem:
     reading = read(key, value, line)
     if reading and reading.rule:
         return Problem(key, value, reading.rule, reading.fix)
+    if key in of_trl():
+        return Problem(key, value, "is a name of TRL", f"here: {of_trl()[key]}")
     near = nearest(key, convert.all_keys(line.schema))
     nothing = (
         "no such key here; if only a fork reads it, leave it out (--help WORD lists the keys with "
@@ -71,6 +75,15 @@ def unknown_key(key: str, value: Any, line: Line) -> Problem:
     return Problem(
         key, value, "unknown key", f"the nearest known key is {near}" if near else nothing
     )
+
+
+@functools.cache
+def of_trl() -> dict[str, str]:
+    """Return name in TRL -> what it is here, from the table for readers in COMING_FROM.md."""
+    text = COMING_FROM.read_text(encoding="utf-8") if COMING_FROM.exists() else ""
+    rows = text.partition("## Fields of TRL's GRPOConfig")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE)
+    return {name: here.replace("`", "") for name, here in found}
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:

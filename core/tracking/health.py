@@ -56,6 +56,8 @@ NOISE = 2.0  # standard errors that a change has to exceed
 ENTROPY = "actor/entropy"
 # Share of the first steps' entropy below which it has collapsed
 COLLAPSED = 0.2
+# Share of the entropy by which it changes from step to step where a policy is thrown about
+SWING = 0.1
 # Metrics that an update of the policy raises, and the mean below which it hardly moves. With one
 # optimizer step a batch, old and new policy are one in the first two.
 MOVEMENT = {"actor/pg_clipfrac": 1e-3, "actor/ppo_kl": 1e-3, "actor/kl_loss": 1e-3}
@@ -132,11 +134,13 @@ class Health:
     def learning_rate_advice(self, total_steps: int, values: Values) -> str | None:
         """Return why the learning rate may be too small or too large, None for no reason.
 
-        It is returned after a third of the steps alone, at least ``LEAST_STEPS``.
+        Both are looked for after a third of the steps, at least ``LEAST_STEPS``, and a rate that
+        is too large after twice as many once more.
         """
         scores = self.history.get(SCORE, [])
         entropies = self.history.get(ENTROPY, [])
-        if len(scores) != max(LEAST_STEPS, -(-total_steps // 3)) or not entropies:
+        first_look = max(LEAST_STEPS, -(-total_steps // 3))
+        if len(scores) not in (first_look, 2 * first_look) or not entropies:
             return None
         rate = f"{RATE}={values.get('actor/lr', 0.0):g}"
         start, end = fmean(scores[:3]), fmean(scores[-3:])
@@ -154,9 +158,15 @@ class Health:
         no_spread = fmean(self.history.get(NO_SPREAD) or [1.0]) > 0.9
         if abs(_change(scores)) > NOISE or abs(_change(entropies)) > NOISE:
             return None
-        if any(moves) or no_spread:
+        # A policy that is thrown about: its entropy is noisy, so the noise hides every change
+        swing = fmean(abs(b - a) for a, b in pairwise(entropies)) / max(fmean(entropies), 1e-9)
+        falls = _change(scores) < -1
+        if any(moves) or no_spread or swing > SWING or falls or len(scores) > first_look:
             return None
-        still = "entropy, clip fractions and KL show that the policy hardly moves"
+        # With one optimizer step a batch clip fraction and KL are 0 at any rate
+        seen = [name for name in MOVEMENT if any(self.history.get(name, []))]
+        evidence = "entropy, clip fractions and KL show" if seen else "the entropy shows"
+        still = f"{evidence} that the policy hardly moves"
         return f"{rate}: may be too small: {course}, and {still}; try ten times as much"
 
 

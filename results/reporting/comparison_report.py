@@ -254,7 +254,19 @@ def why_not_compared(a: Group, b: Group) -> str:
             "evaluated on different files (SHA-256 in the manifests), where one uid "
             "may be two questions"
         )
+    for run in (*a, *b):
+        validated = max(getattr(run, "validation", None) or [run_step(run)])
+        if validated == 0 < run_step(run):
+            reasons.append(
+                f"{run.name} was validated before its training alone: set trainer.test_freq, or "
+                "evaluate its checkpoint with core.evaluate"
+            )
     return "; ".join(reasons)
+
+
+def run_step(run: Any) -> int:
+    """Return the last step of a run; 0 for a file of scores."""
+    return getattr(run, "last_step", 0)
 
 
 def _scorer(group: Group) -> str:

@@ -63,6 +63,15 @@ def other_run(folder: Path, change) -> Path:
     return run
 
 
+def test_a_trained_model_is_not_compared_by_what_it_was_before_its_training(root, tmp_path):
+    run = make_run(tmp_path / "grpo" / "blind", configured({"algorithm.kl_ctrl.kl_coef": 0.5}))
+    for file in (run / "validation").iterdir():
+        if file.stem != "0":
+            file.unlink()
+    (line,) = verdicts(group_runs([load_run(root / "grpo/slow"), load_run(run)]))
+    assert "grpo/blind was validated before its training alone: set trainer.test_freq" in line
+
+
 # --- the baseline ---
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from core.config import Config, convert, examine, recipes
-from core.config.verl_names import CONVERSIONS, Line, read, read_value, table
+from core.config.verl_names import CONVERSIONS, Line, of_trl, read, read_value, table
 
 ACTOR, ROLLOUT, REF = (
     "actor_rollout_ref.actor",
@@ -210,3 +210,16 @@ def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe):
             assert found is None or found.settings or found.unused or found.rule
         for key in (*names["values"], "trainer.logger", *names["hints"]):
             read_value(key, value, line)
+
+
+def test_a_name_of_trl_is_told_by_the_table_for_its_users():
+    expected = {
+        "learning_rate": "actor_rollout_ref.actor.optim.lr",
+        "num_generations": "actor_rollout_ref.rollout.n",
+        "max_completion_length": "data.max_response_length",
+    }
+    for name, key in expected.items():
+        (problem,) = lines(f"{name}=1", recipe="grpo")
+        assert problem == f"{name}=1: is a name of TRL; here: {key}"
+    assert "actor_rollout_ref.actor.kl_loss_coef" in lines("beta=0.04", recipe="grpo")[0]
+    assert len(of_trl()) > 30

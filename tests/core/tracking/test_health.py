@@ -165,6 +165,14 @@ COLLAPSING = [2.0 * 0.6**step for step in range(12)]
         (FLAT, STEADY, {**STILL, "reward/zero_variance_share": 1.0}, None),
         (RISING, STEADY, STILL, None),
         (RISING[::-1], STEADY, STILL, None),
+        (
+            [*FLAT[:6], *(score - 0.03 for score in FLAT[6:])],
+            STEADY,
+            STILL,
+            None,
+        ),  # a score that falls, in its noise
+        (FLAT, [0.8, 1.3] * 6, STILL, None),  # the policy is thrown about
+        (FLAT, STEADY, {"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "too small"),
         (FLAT, COLLAPSING, MOVING, "too large"),
         (RISING[::-1], COLLAPSING, MOVING, "too large"),
         (RISING, COLLAPSING, MOVING, None),  # a policy that has learnt is sure
@@ -185,6 +193,17 @@ def test_a_learning_rate_that_moves_nothing_or_too_much_is_named_once(
         assert texts[-1] is None
     else:
         assert texts[-1].startswith("actor_rollout_ref.actor.optim.lr=1e-06: may be " + advice)
+
+
+def test_a_rate_that_proves_too_large_later_is_named_then():
+    health = Health()
+    texts = []
+    for step in range(24):
+        entropy = 1.0 if step < 12 else 0.5 ** (step - 11)
+        values = {SCORE: FLAT[step % 12], "actor/entropy": entropy, **MOVING}
+        health.check(step + 1, values, bounded())
+        texts.append(health.learning_rate_advice(36, values))
+    assert texts[:-1] == [None] * 23 and "may be too large" in texts[-1]
 
 
 def test_a_run_of_a_handful_of_steps_says_nothing_of_its_learning_rate():
