@@ -87,14 +87,14 @@ class OutsideAgentLoop(AgentLoop):
             play = self._run_program if self.words else self._call_function
             reward = parse_number(await play(session, token), "reward")
         except Exception as error:
-            if session.error is not None:  # of the engine, which ends the run
-                raise session.error from None
             if not session.is_full:  # else the policy wrote too much, and is scored for that
                 failure = f"the agent failed: {one_line_of(error)}"
             self.counts["timeouts"] += isinstance(error, TimeoutError)
         finally:
             del self.endpoint.sessions[token]
             await session.close()
+        if session.error is not None:  # of the engine: it ends the run
+            raise session.error
         trajectory = await session.trajectory(reward, failure)
         self.counts["failed"] += bool(trajectory.failure)
         self.counts["episodes"] += 1
@@ -157,14 +157,13 @@ class OutsideAgentLoop(AgentLoop):
         return json.loads((output.strip().splitlines() or ["it printed no reward"])[-1])
 
     async def _wait(self, work: asyncio.Future, session: ChatSession) -> None:
-        """Wait for the agent's end. Raises TimeoutError if it asks nothing for too long."""
+        """Wait for the agent's end, or the engine's error. Raises TimeoutError if it asks nothing
+        for too long."""
         while not work.done() and session.error is None:
             left = self.timeout_s - session.idle_seconds()
             if left <= 0:
                 raise TimeoutError(f"it neither asked nor ended in {self.timeout_s:g} s")
             await asyncio.wait({work}, timeout=min(left, 1.0))
-        if session.error is not None:
-            raise session.error
 
     def metrics(self) -> Mapping[str, float]:
         counts = self.counts

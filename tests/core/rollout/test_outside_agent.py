@@ -171,12 +171,45 @@ def test_the_time_in_which_the_policy_writes_is_not_the_agent_s():
     assert (trajectory.failure, trajectory.reward) == ("", 1.0)
 
 
-def test_an_engine_that_fails_ends_the_run_and_is_no_fault_of_the_agent():
+async def hides_errors(prompt, client):
+    with contextlib.suppress(openai.APIError):
+        await ask(client, list(prompt.messages))
+    return 1.0
+
+
+@pytest.mark.parametrize("agent", [raises, hides_errors])
+def test_an_engine_that_fails_ends_the_run_and_is_no_fault_of_the_agent(agent):
     def respond(request):
         raise FloatingPointError("weights hold NaN")
 
     with pytest.raises(FloatingPointError):
-        Playing(raises, respond).trajectories()
+        Playing(agent, respond).trajectories()
+
+
+def test_a_request_in_flight_ends_with_its_episode():
+    held = []
+
+    async def agent(prompt, client):
+        await ask(client, list(prompt.messages))
+        orphan = asyncio.create_task(ask(client, list(prompt.messages)))
+        while not held:
+            await asyncio.sleep(0.05)
+        orphan.cancel()
+        return 1.0
+
+    playing = Playing(agent, ["4"])
+    sample = playing.engine.sample
+
+    async def hold_second(request):
+        if playing.engine.requests:
+            held.append(request)
+            await asyncio.Event().wait()
+        return await sample(request)
+
+    playing.engine.sample = hold_second
+    (trajectory,) = playing.trajectories()
+    assert (trajectory.failure, trajectory.reward) == ("", 1.0)
+    assert (trajectory.turns, trajectory.branches) == (1, ())
 
 
 def test_a_full_context_is_the_policy_s_fault():
