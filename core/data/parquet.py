@@ -322,7 +322,7 @@ def _faults(
         yield f"{prompt_key} {rule}", "see core/data/parquet.py, or leave the row out", value
     reward = raw.get("reward_model")
     if not isinstance(reward, dict):
-        rule = "reward_model must hold style and ground_truth"
+        rule = "reward_model must be a mapping with ground_truth"
         yield rule, "the answer goes to reward_model.ground_truth", type(reward).__name__
     elif reward.get("ground_truth") is None:
         style = reward.get("style") or "rule"

@@ -126,7 +126,7 @@ def test_batches_and_choices_give_the_same_rows(tmp_path, monkeypatch):
     [
         (
             {"reward_model": None},
-            "reward_model must hold style and ground_truth in 1 row (1: NoneType)",
+            "reward_model must be a mapping with ground_truth in 1 row (1: NoneType)",
         ),
         (
             {"reward_model": {"style": "rule", "ground_truth": None}},
