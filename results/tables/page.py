@@ -71,11 +71,13 @@ def forest(table: Table, numbers: Numbers) -> str:
 
 
 def statements_picture(made: Sequence[Made]) -> str:
-    """Return the statements of all tables with their verdicts as a picture, one below the other.
+    """Return the headlines of all tables with their verdicts as a picture, one below the other.
 
-    Each table has a scale of its own, since points of accuracy and of exact match differ in size.
+    Its title counts all statements. Each table has a scale of its own, since points of accuracy and
+    of exact match differ in size.
     """
     rows = []
+    counts: Counter[str] = Counter()
     for table, numbers in made:
         pairs = [(each.row, each.against, each.measure) for each in table.statements]
         gaps = [table.gap(numbers, *pair) for pair in pairs]
@@ -83,9 +85,13 @@ def statements_picture(made: Sequence[Made]) -> str:
         ends = [abs(end) for gap in gaps for end in (gap.low, gap.high)]
         reach = max([*ends, *(abs(gap) for gap in in_paper if gap is not None)])
         for each, here, paper in zip(table.statements, gaps, in_paper, strict=True):
+            verdict = table.verdict(numbers, each)
+            counts[verdict] += 1
+            if not each.headline:
+                continue
             rows.append(
                 {
-                    "verdict": table.verdict(numbers, each),
+                    "verdict": verdict,
                     "table": f"{table.paper.title}, {table.paper.table}",
                     "lines": textwrap.wrap(each.says, 56, max_lines=2, placeholder=" …"),
                     "here": here,
@@ -93,10 +99,9 @@ def statements_picture(made: Sequence[Made]) -> str:
                     "x": lambda value, reach=reach: round(210 + 194 * value / reach, 1),
                 }
             )
-    counts = Counter(row["verdict"] for row in rows)
     values = {
         "rows": rows,
-        "summary": "Statements of papers: "
+        "summary": f"{counts.total()} statements of papers: "
         + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()),
     }
     return environment().get_template("statements.svg.jinja").render(**values)
