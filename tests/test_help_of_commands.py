@@ -19,6 +19,8 @@ NOT_TYPED = {
     "core.rewards.grader_process",
     "core.rewards.graders",
     "recipes.agents.openai_agents_sums",
+    "recipes.agents.resident",
+    "recipes.agents.verifiers_sums",
     "recipes.launch.strikes",
     "reward_scores.sandbox.harness",
 }
