@@ -77,6 +77,8 @@ def record_file(table: Table, run: Run) -> Path:
 
 def measured(measure: Measure, rows: Sequence[Mapping[str, float]]) -> float:
     """Return a measure in percent, from the rows of ``metrics.jsonl``."""
+    if measure.function:
+        return round(code_by_path.load_object(measure.function)(rows), 3)
     values = [row[measure.metric] for row in rows if measure.metric in row]
     last = len(values) if measure.over == "all" else int(measure.over.split()[1])
     return round(100 * statistics.fmean(values[-last:]), 3)

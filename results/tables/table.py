@@ -58,7 +58,7 @@ class Row(Part):
 class Statement(Part):
     says: str
     row: str
-    against: str
+    against: str = ""  # 0 if empty: the measure is a difference by itself
     expects: Literal["above", "below", "equal"]
     margin: float = 0.0  # of equal, in points
     measure: str = ""  # the first one if empty
@@ -66,9 +66,13 @@ class Statement(Part):
 
 
 class Measure(Part):
-    """A number of a run in percent: a metric's mean over its last validations, or over all."""
+    """A number of a run in percent: a metric's mean over its last validations, or over all.
 
-    metric: str
+    A function, named ``module:name``, takes the rows of ``metrics.jsonl`` and returns it instead.
+    """
+
+    metric: str | None = None
+    function: str | None = None
     over: str = Field("last 1", pattern=r"^(all|last [1-9]\d*)$")
 
 
@@ -130,13 +134,16 @@ class Table(Part):
 
     def paper_gap(self, row: str, against: str, measure: str = "") -> float | None:
         """Return the difference in the paper, of the first measure; None if it is unknown."""
+        if measure or not against:
+            return None
         here, there = (self.rows[name].paper for name in (row, against))
-        return None if measure or here is None or there is None else here - there
+        return None if here is None or there is None else here - there
 
     def gap(self, numbers: Numbers, row: str, against: str, measure: str = "") -> Estimate:
         """Return the difference in points, paired by seed, with Student's 95 % interval."""
         values = numbers["values"][measure or next(iter(self.lab.measures))]
-        return t_interval([a - b for a, b in zip(values[row], values[against], strict=True)])
+        others = values[against] if against else [0.0] * len(values[row])
+        return t_interval([a - b for a, b in zip(values[row], others, strict=True)])
 
     def fails(self, numbers: Numbers, control: str) -> bool:
         """Return whether a control contradicts its expectation.
@@ -204,9 +211,14 @@ def contradictions(table: Table) -> Iterator[str]:
         for key in (*row.keys, *row.lab_keys):
             if not re.match(r"[\w.]+=", key):
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
+    for name, measure in table.lab.measures.items() if table.lab else ():
+        if (measure.metric is None) == (measure.function is None):
+            yield f"lab.measures.{name}: has a metric or a function; name one of the two"
     for number, each in enumerate(table.statements):
-        for name in {each.row, each.against} - table.rows.keys():
+        for name in {each.row, each.against} - {"", *table.rows}:
             yield f"statements.{number}={name}: is no row; name one"
+        if not each.against and not each.measure:
+            yield f"statements.{number}.against: is empty; name a row, or a measure"
         if (each.expects == "equal") != (each.margin > 0):
             yield f"statements.{number}.margin={each.margin:g}: belongs to equal alone; change it"
         if not table.lab or each.measure not in ("", *table.lab.measures):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import yaml
 from core.config import examine
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
+from recipes.grpo import measures
 from recipes.lab.controls import coin, with_rewards_of_others
 from results.tables import page, runner
-from results.tables.table import PAGES, Statement, Table, read_table, tables_of
+from results.tables.table import PAGES, Measure, Statement, Table, read_table, tables_of
 
 FILE = {
     "paper": {"title": "A", "table": "table 1", "link": "arXiv:1", "unit": "%"},
@@ -89,6 +91,16 @@ def test_equality_is_judged_by_its_margin(table, differences, verdict):
     assert table.verdict(numbers(table, second=shifted), Statement(**said)) == verdict
 
 
+def test_a_measure_that_is_a_difference_is_compared_with_0(table):
+    said = Statement(says="gain", row="second", expects="above", measure="gain")
+    for value, verdict in ((3.0, "holds"), (-3.0, "fails"), (0.0, "not seen")):
+        gains = [value + noise for noise in (0.1, -0.2, 0.3, -0.1)]
+        made = numbers(table)
+        made["values"]["gain"] = {**VALUES, "second": gains}
+        assert table.verdict(made, said) == verdict
+    assert table.paper_gap("second", "") is None
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -97,6 +109,8 @@ def test_equality_is_judged_by_its_margin(table, differences, verdict):
         ({"rows": {**FILE["rows"], "third": {"label": "c", "keys": ["x"]}}}, "rows.third.keys=x"),
         ({"statements": [{**FILE["statements"][0], "expects": "equal"}]}, "statements.0.margin=0"),
         ({"statements": [{**FILE["statements"][0], "measure": "b"}]}, "statements.0.measure=b"),
+        ({"statements": [{**FILE["statements"][0], "against": ""}]}, "statements.0.against"),
+        ({"lab": {**FILE["lab"], "measures": {"a": {}}}}, "lab.measures.a"),
         (
             {"lab": {**FILE["lab"], "measures": {"a": {"metric": "v", "over": "best"}}}},
             "over='best'",
@@ -220,6 +234,26 @@ def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
     measure = table.lab.measures["accuracy"]
     assert runner.measured(measure, rows) == 40.0
     assert runner.measured(measure.model_copy(update={"over": "all"}), rows) == 30.0
+
+
+def test_the_entropy_law_is_told_from_a_line_in_the_logarithm_of_the_step():
+    """Accuracy that follows the entropy exactly, and then the logarithm of the step."""
+    entropies = [2.0, 1.9, 1.2, 1.1, 1.0, 0.6, 0.5, 0.4, 0.2, 0.1, 0.1]
+    law = [0.9 - 0.1 * math.exp(entropy) for entropy in entropies[1:]]
+    rows = [{"actor/entropy": entropy} for entropy in entropies]
+    following = [row | {measures.ACCURACY: acc} for row, acc in zip(rows, [*law, 0], strict=True)]
+    assert measures.entropy_law_gain(following) > 5
+    assert measures.entropy_slope(following) == pytest.approx(-10)
+    assert measures.prediction_error(following) == pytest.approx(0, abs=1e-9)
+    steps = [{measures.ACCURACY: 0.2 * math.log(step)} for step in range(1, 12)]
+    by_step = [row | step for row, step in zip(rows, steps, strict=True)]
+    assert measures.entropy_law_gain(by_step) < -5 and measures.prediction_error(by_step) > 5
+
+
+def test_a_measure_may_be_a_function_of_the_whole_run(table):
+    named = Measure(function="recipes.grpo.measures:entropy_slope")
+    rows = [{"actor/entropy": e, measures.ACCURACY: 1 - e} for e in (0.5, 0.4, 0.3)]
+    assert runner.measured(named, rows) == round(measures.entropy_slope(rows), 3) < 0
 
 
 def test_a_record_of_other_code_or_of_another_control_is_not_used(monkeypatch):
