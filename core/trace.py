@@ -11,16 +11,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from core.config.schema import TraceConfig
 from core.files import replacing
 from core.tracking.tracker import attempt
 from core.types import ScoredGroup, TrainBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from core.config.schema import TraceConfig
 
 FOLDER = "trace"
 MASKS = ("response_mask", "loss_mask")

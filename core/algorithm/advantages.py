@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +27,8 @@ from core.algorithm.sequences import (
 )
 from core.config import registry
 from core.config.code_by_path import load_object
-
-if TYPE_CHECKING:
-    from core.config.training_keys import AlgorithmConfig
-    from core.types import TrainBatch
+from core.config.training_keys import AlgorithmConfig
+from core.types import TrainBatch
 
 Estimator = Callable[["AdvantageInputs"], tuple[Tensor, Tensor]]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.errors import BrokenInvariant, InputError
-
-if TYPE_CHECKING:
-    from core.types import TrainBatch
+from core.types import TrainBatch
 
 ENTROPY_TOLERANCE = 0.02  # nats a token by which entropy and -log p may differ without a fault
 # Nats that tokens too rare to be in a sample may take from its mean of -log p, at about five

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from core.algorithm.sequences import mean_by_sequence
 from core.config import registry
-
-if TYPE_CHECKING:
-    from core.types import TrainBatch
+from core.types import TrainBatch
 
 
 def kl_penalty(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from torch import Tensor
 from core.algorithm.sequences import mean_by_sequence, spread_over_tokens, sum_by_sequence
 from core.config import registry
 from core.config.code_by_path import load_object
-
-if TYPE_CHECKING:
-    from core.config.training_keys import ActorConfig, PolicyLossConfig
+from core.config.training_keys import ActorConfig, PolicyLossConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 # A float32 log-ratio below it may be rounding: its sign would depend on the micro-batch

@@ -20,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from core.checkpoint.provenance import Provenance
+from core.config.schema import TrainerConfig
 from core.errors import InputError, WriteFailed, free_space
 from core.files import (
     PARTIAL,
@@ -38,9 +39,6 @@ from core.files import (
     upload,
     write_atomic,
 )
-
-if TYPE_CHECKING:
-    from core.config.schema import TrainerConfig
 
 FORMAT = 5
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from core.config.training_keys import FSDPConfig
 from core.learner.models import compute_dtype
 from core.learner.passes import Ranks
-
-if TYPE_CHECKING:
-    from core.config.training_keys import FSDPConfig
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

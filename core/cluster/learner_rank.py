@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,14 @@ from core.cluster.fsdp import (
     reshard,
     shard,
 )
+from core.config.schema import Config
+from core.config.training_keys import Sharing
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner import saving
 from core.learner.lora import has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import load_tokenizer
 from core.learner.passes import probe_ids, probe_log_probs
 from core.learner.step_models import Models, fsdp_config
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.training_keys import Sharing
 
 
 class ShardedModels:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
@@ -21,12 +21,10 @@ from core.cluster import node_report
 from core.cluster.ray_processes import FOLDER
 from core.cluster.ray_watch import Place, on_node
 from core.config import paths
+from core.config.schema import Config
 from core.config.section import Problem
 from core.errors import InputError, WorkersLost, listed, one_line
 from core.tracking.run_manifest import ROOT
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 INIT = "ray_kwargs.ray_init"
 ARGUMENTS = inspect.signature(ray.init).parameters

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -31,14 +31,12 @@ from core.cluster.ray_watch import LOOK_S, Place, Watch
 from core.cluster.split_layers import check_layers
 from core.config import registry
 from core.config.paths import address_problem, cluster_address, run_folder
+from core.config.schema import Config
 from core.config.section import show
 from core.errors import InputError, NoRoom, one_line
+from core.rewards.grading import RewardModelCall
 from core.secret_keys import without_secrets
 from core.tracking.run_manifest import ROOT
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.rewards.grading import RewardModelCall
 
 log = logging.getLogger(__name__)
 

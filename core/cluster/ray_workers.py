@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 from torch import Tensor
 
 from core.cluster.ray_pools import RayProcesses, rank_name
+from core.config.schema import Config
+from core.config.training_keys import Sharing
 from core.data.vocabulary import known_ids
 from core.engines.weight_buckets import Checksum, merged
 from core.errors import WorkersLost, message_of
@@ -33,10 +35,6 @@ from core.learner.models import compute_dtype
 from core.learner.packing import scattered
 from core.learner.passes import WeightSyncError, compare_probe
 from core.types import TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.training_keys import Sharing
 
 
 class RayWorkers(RayProcesses):

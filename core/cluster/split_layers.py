@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +25,9 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from core.config.schema import Config
 from core.errors import InputError
 from core.learner.models import load_critic, load_policy
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 # A weight that is split twice is gathered in two steps; every rank would warn of it
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

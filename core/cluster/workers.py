@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from core.config.schema import Config
 from core.data.vocabulary import known_ids
 from core.engines.engine import RolloutEngine, make_engine
 from core.learner.lora import merged_weights
@@ -22,9 +23,6 @@ from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_mode
 from core.learner.step_models import Models
 from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 
 class Workers(Protocol):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.data.vocabulary import MARK, ChatError, Message, has_template, template_of
 from core.errors import InputError
-
-if TYPE_CHECKING:
-    from core.vision.pictures import Pictures
+from core.vision.pictures import Pictures
 
 Text = str | Sequence[Message]  # a prompt as the data has it
 FIRST_TAG = re.compile(r"\s*<([a-zA-Z][\w-]*)>")

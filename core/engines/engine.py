@@ -12,7 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from core.config import registry
 from core.config.code_by_path import load_object
+from core.config.schema import Config, RolloutConfig, ValKwargs
 from core.data.vocabulary import end_ids, known_ids, unknown_among
 from core.engines.weight_buckets import (
     GROUP,
@@ -32,11 +33,7 @@ from core.engines.weight_buckets import (
 )
 from core.learner.models import positions
 from core.types import KeptSets, Segment, Stop, Trajectory
-
-if TYPE_CHECKING:
-    from core.config.schema import Config, RolloutConfig, ValKwargs
-    from core.vision.pictures import Pictures
-
+from core.vision.pictures import Pictures
 
 # -- requests --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from core.config.schema import Config
 from core.config.section import FULL_PRECISION
 from core.engines.engine import Generation, SampleRequest
 from core.engines.in_process_engine import InProcessEngine
@@ -29,9 +30,6 @@ from core.errors import InputError
 from core.learner.models import load_policy
 from core.learner.passes import text_log_probs
 from core.vision.learner_pictures import picture_inputs, run_with_pictures
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 ATTENTION = "rows_in_places"  # the name under which transformers finds attend
 

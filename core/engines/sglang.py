@@ -21,22 +21,20 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from itertools import count
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from core.config.schema import Config
 from core.engines.engine import Generation, RolloutEngine, SampleRequest
 from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy, positions
 from core.types import Trajectory
 from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 log = logging.getLogger(__name__)
 

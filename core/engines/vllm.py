@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from core.config.schema import Config
 from core.config.section import FULL_PRECISION
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
@@ -28,11 +29,7 @@ from core.engines.in_process_engine import InProcessEngine
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, checksum
 from core.errors import InputError, WorkersLost
 from core.learner.models import config_changes, load_policy, positions, resolve_path
-from core.vision.pictures import modality_of
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.vision.pictures import Pictures
+from core.vision.pictures import Pictures, modality_of
 
 # Read when vllm is imported: the engine core in this process, a quiet log, the caller's threads
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

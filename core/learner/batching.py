@@ -7,7 +7,7 @@ memory splits it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 from core.algorithm.losses import loss_weights
 from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
+from core.config.training_keys import ActorConfig, CriticConfig
 from core.data.draw_order import permutation
 from core.types import KeptSets, ScoredGroup, TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.training_keys import ActorConfig, CriticConfig
 
 SHUFFLE_SEED = 42  # of a step's trajectories, as verl's data_loader_seed
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,12 @@ from core.algorithm.losses import policy_loss as load_policy_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.algorithm.sequences import count_by_sequence
 from core.config import registry
+from core.config.training_keys import ActorConfig, CriticConfig
 from core.errors import UnhealthyRun
 from core.learner.batching import split_zero_gradient, training_size
 from core.learner.passes import LearnerModel, Policy, whole_tensor
 from core.tracking.metric_sums import MetricSums
 from core.types import TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.training_keys import ActorConfig, CriticConfig
 
 # Fields of a batch that a pass for log-probs or values reads
 PASS_READS = ("input_ids", "response_mask", "group", "kept_counts", "kept_ids")

@@ -14,15 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.config.training_keys import CriticModelConfig, ModelConfig
 from core.errors import InputError
-
-if TYPE_CHECKING:
-    from core.config.training_keys import CriticModelConfig, ModelConfig
 
 log = logging.getLogger(__name__)
 ADAPTER = "default"  # peft's name of the only adapter

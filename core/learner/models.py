@@ -13,21 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from core.config import paths, registry
+from core.config.schema import Config
 from core.config.section import FULL_PRECISION
+from core.config.training_keys import ModelConfig
 from core.errors import InputError
 from core.files import is_url, local_path
 from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.training_keys import ModelConfig
-
 
 log = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model.path"

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from core.errors import InputError
 from core.learner.log_probs import KeptIds
 from core.types import token_places
-
-if TYPE_CHECKING:
-    from core.vision.learner_pictures import PictureInputs
+from core.vision.learner_pictures import PictureInputs
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 # Axes of the queries, keys and values that attend gets

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.data.vocabulary import unknown_among
 from core.errors import InputError, UnhealthyRun
@@ -37,9 +38,6 @@ from core.vision.learner_pictures import (
     run_with_unused_tower,
 )
 from core.vision.pictures import modality_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Ranks:

@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from core.config.schema import Config
+from core.config.training_keys import FSDPConfig, ModelConfig, Sharing
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.passes import BasePolicy, Policy
 from core.types import TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.training_keys import FSDPConfig, ModelConfig, Sharing
 
 
 def fsdp_config(config: Config, name: str) -> FSDPConfig:

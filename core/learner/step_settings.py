@@ -6,12 +6,9 @@ The schedule of the learning rate counts RL steps. This module imports no torch:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from core.config.schema import Config
-
-if TYPE_CHECKING:
-    from core.config.training_keys import OptimConfig
+from core.config.training_keys import OptimConfig
 
 # Logits that the output head computes at a time. They decide memory and speed, and no result beyond
 # rounding.

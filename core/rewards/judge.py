@@ -16,18 +16,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diskcache
 
+from core.config.schema import JudgeConfig
 from core.errors import InputError
 from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import Score, ScoreStatus
-
-if TYPE_CHECKING:
-    from core.config.schema import JudgeConfig
 
 KEY = "reward_model.judge"
 LOW, HIGH = 0.0, 1.0  # bounds of a valid number, which the template names

@@ -13,8 +13,9 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from core.config.schema import Config, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
@@ -31,9 +32,6 @@ from core.rewards.grading import (
 )
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
-
-if TYPE_CHECKING:
-    from core.config.schema import Config, RewardModelConfig
 
 log = logging.getLogger(__name__)
 

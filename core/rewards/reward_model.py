@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.config.schema import RewardModelConfig, RewardModelModelConfig
 from core.data.vocabulary import clock_arguments
 from core.errors import InputError
 from core.learner.models import (
@@ -26,10 +27,6 @@ from core.learner.models import (
 )
 from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.score import Score, ScoreStatus
-
-if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig, RewardModelModelConfig
-
 
 PATH_KEY = "reward_model.model.path"
 # The end of an architecture's name, and transformers' class that loads it

@@ -13,12 +13,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from core.config import registry
 from core.config.code_by_path import load_object
+from core.config.schema import Config
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example
 from core.data.vocabulary import encode_literally, special_tokens, writable
@@ -26,9 +27,6 @@ from core.engines.engine import SampleRequest, SamplingParams
 from core.errors import InputError, Problems
 from core.rollout.barrier import Barrier
 from core.types import KeptSets, Prompt, Segment, Stop, Trajectory
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 KEY = "actor_rollout_ref.rollout.agent_loop"
 

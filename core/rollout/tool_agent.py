@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from core.config.schema import Config
 from core.data import vocabulary
 from core.data.parquet import Example
 from core.data.vocabulary import writable
@@ -35,9 +36,6 @@ from core.rollout.chat_frames import ChatFrames
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError
 from core.rollout.untrusted import UntrustedCalls
 from reward_scores.tags import between
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 log = logging.getLogger(__name__)
 THOUGHT = "<think>"

@@ -17,7 +17,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.config import Config, to_yaml
 from core.config.paths import recipe_of, run_folder
@@ -26,10 +26,8 @@ from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
 from core.tracking.json_lines import append, intact_rows, json_line, read_jsonl
 from core.tracking.loggers import Loggers, print_examples
+from core.tracking.validation import ValRecord
 from core.types import ScoredGroup, StepMetrics
-
-if TYPE_CHECKING:
-    from core.tracking.validation import ValRecord
 
 log = logging.getLogger(__name__)
 
