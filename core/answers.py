@@ -3,8 +3,6 @@
 ``core/evaluate.py`` writes them, and files of scores in the same form. This module loads no model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ problem.
 Nothing here imports torch before the configuration is known to be good.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import logging

@@ -3,8 +3,6 @@
 python -m core.export RUN_OR_CHECKPOINT OUT
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -5,8 +5,6 @@ file that is read is copied once per node, to ``RLREPRO_CACHE`` (default ``~/.ca
 which nothing is ever deleted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

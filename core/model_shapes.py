@@ -3,8 +3,6 @@
 Nothing is downloaded: a hub id that is not in the table has no shape here.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -9,8 +9,6 @@ planned. A run that would compute on this machine's CPU is planned for this mach
 share its memory. The times are :mod:`core.plan_time`'s.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

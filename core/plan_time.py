@@ -5,8 +5,6 @@ and with a range: lengths of prompts and answers, shares of a device's peak. Two
 stand beside each plan with what this would have said of them. Validation is not counted.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

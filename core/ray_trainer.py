@@ -10,8 +10,6 @@ each sequence, ``_N`` a tensor with one number for each token.
 :class:`core.trainer.Trainer` provides data, models, generation and validation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

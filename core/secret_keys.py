@@ -4,8 +4,6 @@ A secret is known by the name of its key, by standing under ``env_vars``, or by 
 What another library writes is searched for the secrets that this process was given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

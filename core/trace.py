@@ -4,8 +4,6 @@ A dump is ``<run>/trace/step_<n>.json.gz``: a few groups of the step and, for ea
 what the batch held when it trained. It has the texts of tokens, so a reader needs no tokenizer.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

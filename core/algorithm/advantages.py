@@ -9,8 +9,6 @@ could not be scored (``in_group_stats`` is False) enters no mean, variance or co
 advantage is 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ user's hook, so it ends the run before it trains on the values. How far entropy 
 samples are apart is a metric, which ``trainer.health`` bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

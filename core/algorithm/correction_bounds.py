@@ -3,8 +3,6 @@
 ``rollout_correction.py`` applies them. This module imports no torch: a dry run reads them too.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ be averaged over response tokens. Losses and stats are 0 outside the mask, also 
 there. Below, ``r = exp(log p - log p_old)`` and ``A`` is the advantage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ arXiv:2110.00641). ``bypass_mode`` takes the engine's log-probs for the old ones
 then does both, and a pass is saved.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

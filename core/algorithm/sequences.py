@@ -5,8 +5,6 @@ sequence may have none. What lies outside a mask may be anything, NaN included: 
 never multiplied by zero.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

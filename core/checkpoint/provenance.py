@@ -4,8 +4,6 @@ The role of a key's field decides what a change means. This module imports neith
 transformers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -5,8 +5,6 @@ manifest of the hashes is added, and one atomic rename makes it ``<root>/global_
 complete one wins. A run folder at a URL is a copy of the one here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json

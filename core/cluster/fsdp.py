@@ -4,8 +4,6 @@ Gradients are summed over the ranks, not averaged: the loss weights of an optimi
 over all of them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType

@@ -4,8 +4,6 @@ Passes and updates are those of :mod:`core.learner.step_models`. :mod:`core.clus
 models.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Engine actors behind the engine contract, and the reward model's actor as a function."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

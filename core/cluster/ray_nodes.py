@@ -1,7 +1,5 @@
 """The nodes of a cluster: whether a head answers, and whether all nodes hold the same code."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

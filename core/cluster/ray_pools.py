@@ -5,8 +5,6 @@ cores. With ``hybrid_engine=False`` they have a pool of their own. Rank 0 is on 
 where there is room.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

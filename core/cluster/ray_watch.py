@@ -3,8 +3,6 @@
 Errors name the process: its role and rank, the address of its node and its process id there.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, defaultdict

@@ -7,8 +7,6 @@ rank of each node leaves it in memory for the node's engines, or rank 0 broadcas
 with GPUs of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -8,8 +8,6 @@ parameters then lie on one mesh, which the norm of the gradients, AdamW and chec
 the state of norms is held twice, and tied weights stay tied.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

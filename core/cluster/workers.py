@@ -3,8 +3,6 @@
 :mod:`core.cluster.ray_workers` has the same phases over the processes of a cluster.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ file. Graders import a file again; what goes to Ray actors is pickled by value, 
 could import it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -7,8 +7,6 @@ layers win: schema, file, script preset (unless one is typed), script keys, type
 keys. Hydra's parser reads overrides.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Flat keys, trees and YAML of a typed configuration."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

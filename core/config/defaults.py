@@ -3,8 +3,6 @@
 A null that stands for another key's value has ``follows`` at its field.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path

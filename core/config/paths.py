@@ -1,7 +1,5 @@
 """Files and clusters that a configuration names, and what can only be checked when a run starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path

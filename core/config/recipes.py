@@ -7,8 +7,6 @@ messages. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``, ``main_<recipe>
 command that makes what is in it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -5,8 +5,6 @@ command line, never by a record, which may come from anybody: a command that tak
 first calls :func:`core.config.composition.refuse_code`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -6,8 +6,6 @@ none. ``function`` is ``module:name``. ``reads`` lists keys of the entry's secti
 not read: set for those, they are reported as unused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

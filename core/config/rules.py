@@ -6,8 +6,6 @@ refuse what cannot work or cannot be meant. What published scripts set and what 
 a single key belong to the key's type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from core.config import convert, recipes, registry

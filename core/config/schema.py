@@ -10,8 +10,6 @@ a prompt). Batch sizes named ``..._per_gpu`` count trajectories in one pass of o
 memory settings: they cannot change the result. Rules between keys are in ``rules.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
 

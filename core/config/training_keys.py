@@ -1,7 +1,5 @@
 """The keys of data, models, their updates and the objective; see :mod:`core.config.schema`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from core.config import registry

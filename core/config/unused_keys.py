@@ -1,7 +1,5 @@
 """Keys that have no effect in a configuration, with the reason: they are listed at start."""
 
-from __future__ import annotations
-
 from core.config import registry
 from core.config.schema import Config
 from core.config.section import Section, key_option

@@ -6,8 +6,6 @@ recipe's ``verl_keys.py``. A key that has another name here is read, one that re
 what is done anyway, is accepted and listed, any other is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -5,8 +5,6 @@ Consecutive seeds are never handed out, because engines expand a seed ``s`` into
 ..., so that neighbours would share samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """From a prompt to token ids: chat templates, begun answers, tools and places of pictures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ What scores recorded answers has to get the ground truth that training gives. Te
 like a date stays text. Names of code are not restored, only the values that are listed here.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta

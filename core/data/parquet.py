@@ -14,8 +14,6 @@ the one that stands in the file. Files are never concatenated, so one may hold s
 truth and the next one structs.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json

@@ -6,8 +6,6 @@ an example must hold is in ``core/data/parquet.py``, the order of drawing in
 ``core/data/draw_order.py``, the way from text to ids in ``core/data/encoder.py``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

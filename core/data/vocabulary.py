@@ -6,8 +6,6 @@ decided once. A short conversation is rendered with marks in place of texts: wha
 marks is the frame of a reply.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

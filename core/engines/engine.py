@@ -6,8 +6,6 @@ the checks of requests, the steps of a weight update, and the rule that ends a r
 exceptions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Sequence

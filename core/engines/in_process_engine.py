@@ -6,8 +6,6 @@ are no threads and no timers: the consumers of requests alone decide the order o
 replay repeats it to the bit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -5,8 +5,6 @@ so a sample depends neither on its neighbours nor on the order in which rows are
 ``N`` rows, ``V`` vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ starts a process for each GPU, which imports this file for :class:`BucketReceive
 :class:`UnknownIds`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

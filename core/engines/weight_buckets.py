@@ -5,8 +5,6 @@ from there, a file in memory; engines on GPUs of their own get a broadcast of ra
 travels along, and receivers compute their own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Which sequences make an optimizer step, and each token's weight in it, is decide
 memory splits it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ micro-batches at a time. The ``loss_weight`` of a token was computed over its wh
 micro-batch losses and gradients sum to those of the mini-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ its class, its body and its head. Exports, and engines with weights of their own
 merged into the base. A checkpoint holds what is trained, in peft's own files.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -3,8 +3,6 @@
 transformers is imported where it is used: the module of the trainer stays light to import.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

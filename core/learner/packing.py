@@ -5,8 +5,6 @@ read once, and the answers attend to its keys and values: up to rounding the res
 sequences. Ranks may split the tokens of a pass evenly.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

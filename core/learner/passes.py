@@ -4,8 +4,6 @@ A model is refused before it trains if the chunked head, packed attention or the
 compute other numbers than the model itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 :mod:`core.learner.learner` has the updates of the policy and the critic.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 The schedule of the learning rate counts RL steps. This module imports no torch: the plan reads it.
 """
 
-from __future__ import annotations
-
 import math
 
 from core.config.schema import Config

@@ -1,7 +1,5 @@
 """Calls of many tasks joined into one: for models that take a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

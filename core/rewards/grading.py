@@ -1,7 +1,5 @@
 """Jobs of grading, the scorers that grade them (also a user's function), and their results."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import dataclasses

@@ -7,8 +7,6 @@ Replies are kept on disk by their request, unreadable ones included, so that a r
 resumed without the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

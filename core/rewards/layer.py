@@ -4,8 +4,6 @@ The scorers are those of :mod:`reward_scores` or the user's function. They run i
 graders that can be killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

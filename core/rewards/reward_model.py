@@ -5,8 +5,6 @@ A *token* classifier (one label) is read at the last token, as verl does; a *seq
 under a mask, so that neither the batch nor its order changes a number beyond rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of the rewards before anything is trained: examples of the data, scorers and hooks."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

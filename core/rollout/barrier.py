@@ -5,8 +5,6 @@ decides the last bits of their log-probs. So the engine awaits :meth:`Barrier.se
 step of decoding: how long a tool or a scorer takes then changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

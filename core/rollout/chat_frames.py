@@ -4,8 +4,6 @@ The tool agent and the endpoint of outside agents both add messages here, so tha
 has the same tokens whoever plays the episode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

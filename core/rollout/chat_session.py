@@ -6,8 +6,6 @@ extend nothing (an edited or compacted history) begin a trajectory of their own.
 continuation of a completion: its prompt is what both share, and each sampled token trains once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -7,8 +7,6 @@ would silently bias training to short answers. Timing decides only how many ordi
 chosen one were begun in vain.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

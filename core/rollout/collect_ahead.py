@@ -4,8 +4,6 @@ With a staleness of K the policy of step t answers the prompts of step t + K. St
 of all steps up to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

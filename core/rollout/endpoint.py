@@ -5,8 +5,6 @@ the token of an episode that is being played; any other is refused. A field that
 on is answered with 400 and its name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -8,8 +8,6 @@ Calls that cannot be made are answered with the error, and so are tools that fai
 A simulated user who fails or takes too long ends the episode, which has no score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

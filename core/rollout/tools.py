@@ -18,8 +18,6 @@ methods arguments, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}
 gets what else stands there; without it, none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files with a JSON object a line: appended whole, and read without half-written lines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ cannot begin ends a run before it trains; one that fails later is switched off. 
 is named ``module:Class``. It is made with a :class:`LoggedRun`, and has ``log`` and ``close``.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

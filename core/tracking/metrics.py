@@ -6,8 +6,6 @@ penalty). ``response_length/*`` counts every token after the prompt, tool output
 learner (on a CPU: a learner rank).
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 It is not the checkpoint manifest, which lists the files of one checkpoint.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -7,8 +7,6 @@ what they hold up to k and drops the rest. In the end they are those of a run th
 interrupted (``timing_s/`` and ``perf/`` excepted).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

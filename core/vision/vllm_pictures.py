@@ -5,8 +5,6 @@ vLLM imports that processor's torchvision form, for sizes alone; where torchvisi
 Pillow form stands in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Sequence
