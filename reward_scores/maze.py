@@ -24,16 +24,18 @@ EXAMPLES = (
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
     """Return 1 for a path from the start to the goal that crosses no wall.
 
-    ``steps`` counts the passages of the answer, and ``wall`` is 1 where it crosses a wall.
+    ``steps`` counts the passages of the answer, ``wrong_steps`` those of a wrong one, and ``wall``
+    is 1 where it crosses a wall.
     """
     path = response.strip()
     if not path.isalnum():  # a name is a letter or a digit
-        return no_answer(steps=0.0, wall=0.0)
+        return no_answer(steps=0.0, wrong_steps=0.0, wall=0.0)
     ends, *passages = ground_truth.split()
     open_pairs = {*passages, *(pair[::-1] for pair in passages)}
     wall = any(a + b not in open_pairs for a, b in zip(path, path[1:], strict=False))
     right = path[0] + path[-1] == ends and not wall
-    return graded(right, path, steps=float(len(path) - 1), wall=float(wall))
+    steps = float(len(path) - 1)
+    return graded(right, path, steps=steps, wrong_steps=0.0 if right else steps, wall=float(wall))
 
 
 def check_ground_truth(ground_truth: Any) -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.advantages import AdvantageInputs
+from reward_scores import hops
 
 
 def gdpo(x: AdvantageInputs, parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -30,7 +31,10 @@ def gdpo(x: AdvantageInputs, parts: Mapping[str, Tensor], weights: Mapping[str, 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any
 ) -> dict[str, float]:
-    """Return two parts of an answer to the lab's task: the right letter, and the mark before it."""
-    _, mark, letter = solution_str.rpartition("#")
-    right = float(bool(mark) and letter.strip() == ground_truth)
-    return {"score": right, "acc": right, "marked": float(bool(mark))}
+    """Return parts of an answer to the lab's task: the right letter, a chain before it, and both.
+
+    ``both`` is their sum: as the only part of GDPO it trains on what GRPO normalises.
+    """
+    parts = hops.score(solution_str, ground_truth).parts
+    both = parts["acc"] + parts["chain"]
+    return {"score": both, "acc": parts["acc"], "chain": parts["chain"], "both": both}

@@ -5,4 +5,4 @@
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../lab/train_hops.sh" gdpo \
-    custom_reward_function.path=recipes.gdpo.functions 'reward_weights={acc: 1.0, marked: 0.5}' "$@"
+    custom_reward_function.path=recipes.gdpo.functions 'reward_weights={acc: 1.0, chain: 0.5}' "$@"

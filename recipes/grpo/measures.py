@@ -44,3 +44,23 @@ def prediction_error(rows: Rows) -> float:
     first = round(FIRST * len(accuracies))
     slope, intercept = statistics.linear_regression(entropies[:first], accuracies[:first])
     return 100 * abs(accuracies[-1] - (slope * entropies[-1] + intercept))
+
+
+def steps_of_wrong_answers(rows: Rows) -> float:
+    """Return the mean number of steps of a wrong answer, at the last validation."""
+    accuracy, _, wrong = last_maze(rows)
+    return wrong / (1 - accuracy)
+
+
+def steps_of_right_answers(rows: Rows) -> float:
+    """Return the mean number of steps of a right answer, at the last validation."""
+    accuracy, steps, wrong = last_maze(rows)
+    return (steps - wrong) / accuracy
+
+
+def last_maze(rows: Rows) -> tuple[float, float, float]:
+    """Return the last validation's accuracy, its steps, and its steps in wrong answers."""
+    last = [row for row in rows if "val-core/lab/maze/acc/mean@16" in row][-1]
+    parts = ("steps", "wrong_steps")
+    accuracy = last["val-core/lab/maze/acc/mean@16"]
+    return accuracy, *(last[f"val-aux/lab/maze/{part}/mean@16"] for part in parts)

@@ -11,9 +11,9 @@
 
 Writes ``outputs/lab/maze/{train,test}.parquet`` and ``outputs/lab/maze/base/<hash>/``, to which
 ``base/current`` points. A walk that ends at the goal is right, however long, unless it crosses a
-wall. The base model walks without a plan: it takes any passage but the one that it came through,
-and gives up in most dead ends. Who knows start and goal but not the walls is right with 64 answers
-in less than one maze of a hundred (tests/recipes/test_lab_maze.py).
+wall. The base model mostly walks without a plan: it takes any passage but the one that it came
+through, and gives up in most dead ends. Who knows start and goal but not the walls is right with 64
+answers in less than one maze of a hundred (tests/recipes/test_lab_maze.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def shortest(passages: Passages, start: int) -> dict[int, tuple[int, ...]]:
 
 
 def draw(rng: random.Random, size: int, kept: float) -> Maze:
-    """Draw a maze whose path has 2n + 2 to 3n + 2 rooms.
+    """Draw a maze whose path has 3n to 4n - 1 rooms.
 
     A side passage of the path stays with probability ``kept``; what only others lead to is rock.
     """
@@ -117,7 +117,7 @@ def draw(rng: random.Random, size: int, kept: float) -> Maze:
         passages = dig(rng, size)
         start, goal = rng.sample(range(size**2), 2)
         path = shortest(passages, start)[goal]
-        if not 2 * size + 2 <= len(path) <= 3 * size + 2:
+        if not 3 * size <= len(path) < 4 * size:
             continue
         for room in path:
             for other in list(passages[room]):
@@ -166,14 +166,15 @@ class MazeRecipe(WarmStart):
     intermediate_size: int = 128
     layers: int = 3
     positions: int = 128
-    task_steps: int = 500
+    task_steps: int = 1500
     mixture_steps: int = 100
-    hold_steps: int = 450
-    examples: int = 8192
+    hold_steps: int = 1300
+    examples: int = 16384
     test_mazes: int = 256  # these are kept out of the warm start
-    size: int = 6  # the difficulty
+    size: int = 5  # the difficulty
     kept: float = 0.8  # of the side passages
     turn: float = 0.1  # share of dead ends in which a walk turns around
+    planned: float = 0.2  # share of shortest paths in the mixture
 
     def splits(self, train: int = 8192) -> dict[str, list[Maze]]:
         """Return train and test mazes, which differ."""
@@ -186,7 +187,7 @@ class MazeRecipe(WarmStart):
         return build_tokenizer((*NAMES, *"=#", "Ċ"), GLYPHS[1:])
 
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
-        """Return shortest paths, and the mixture: walks without a plan."""
+        """Return shortest paths, and the mixture: mostly walks without a plan."""
         rng = random.Random(self.seed)
         tests = [maze.prompt for maze in self.splits(train=0)["test"]]
         task: list[Episode] = []
@@ -196,7 +197,7 @@ class MazeRecipe(WarmStart):
         ):
             path = "".join(NAMES[room] for room in maze.path)
             task.append((maze.prompt, [(path + tokenizer.eos_token, True)]))
-            walked = walk(maze, rng, self.turn)
+            walked = path if rng.random() < self.planned else walk(maze, rng, self.turn)
             mixture.append((maze.prompt, [(walked + tokenizer.eos_token, True)]))
         return task, mixture
 

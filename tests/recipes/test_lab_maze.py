@@ -50,6 +50,12 @@ def test_a_path_is_right_if_it_joins_the_ends_and_crosses_no_wall(answer, right,
     assert SCORERS[maze.DATA_SOURCE](answer, SMALL.truth) == graded
 
 
+def test_steps_of_wrong_answers_are_counted_apart():
+    right, wrong = score("adghi", SMALL.truth), score("adedg", SMALL.truth)
+    assert (right.parts["steps"], right.parts["wrong_steps"]) == (4.0, 0.0)
+    assert (wrong.parts["steps"], wrong.parts["wrong_steps"]) == (4.0, 4.0)
+
+
 def test_a_ground_truth_needs_ends_and_passages():
     assert check_ground_truth(SMALL.truth) is None
     assert check_ground_truth("ai") and check_ground_truth("ai abd") and check_ground_truth(3)

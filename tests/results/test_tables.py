@@ -250,6 +250,14 @@ def test_the_entropy_law_is_told_from_a_line_in_the_logarithm_of_the_step():
     assert measures.entropy_law_gain(by_step) < -5 and measures.prediction_error(by_step) > 5
 
 
+def test_the_lengths_of_right_and_wrong_answers_are_told_apart():
+    """Of four answers one is right and has 8 steps; the wrong ones have 2, 3 and 4."""
+    aux = {"val-aux/lab/maze/steps/mean@16": 17 / 4, "val-aux/lab/maze/wrong_steps/mean@16": 9 / 4}
+    rows = [{"val-core/lab/maze/acc/mean@16": 0.25, **aux}, {"actor/entropy": 1.0}]
+    assert measures.steps_of_wrong_answers(rows) == pytest.approx(3)
+    assert measures.steps_of_right_answers(rows) == pytest.approx(8)
+
+
 def test_a_measure_may_be_a_function_of_the_whole_run(table):
     named = Measure(function="recipes.grpo.measures:entropy_slope")
     rows = [{"actor/entropy": e, measures.ACCURACY: 1 - e} for e in (0.5, 0.4, 0.3)]
