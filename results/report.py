@@ -85,20 +85,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def update(results: Path, check: bool = False) -> int:
-    """Write the generated pages; with ``check`` only return 1 where one is out of date."""
+    """Write the generated pages; with ``check`` only return 1 where one is out of date.
+
+    READMEs have two generated blocks: those of the papers' tables are written first, and the others
+    are put into what is then on disk.
+    """
+    of_papers = page.generated() if results.resolve() == page.PAGES.parent else ()
+    stale = [path for path, text in of_papers if _is_stale(path, text, check)]
     wanted = {**readme_tables.pages(results), **real_pages.pages(results)}
-    stale = [
-        path
-        for path, text in wanted.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path in stale:
-        if check:
-            print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)
-        else:
-            write_atomic(path, wanted[path])
-            print(f"wrote {path}")
+    stale += [path for path, text in wanted.items() if _is_stale(path, text, check)]
     return int(check and bool(stale))
+
+
+def _is_stale(path: Path, text: str, check: bool) -> bool:
+    """Return whether the file has another text, which it then gets; with ``check`` say so."""
+    if path.exists() and page.is_same(path.read_text(encoding="utf-8"), text):
+        return False
+    if check:
+        print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)
+    else:
+        write_atomic(path, text)
+        print(f"wrote {path}")
+    return True
 
 
 def _report(args: argparse.Namespace, bad: list[str]) -> str:

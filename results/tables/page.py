@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ HEADER = (
     "| statement | in the paper | here | verdict | minutes | table |\n"
     "| --- | --- | --- | --- | --- | --- |\n"
 )
+SIZES = re.compile(r"(?<=/README\.md\) \| )\d+(?= \|)")  # lines of Python in recipes/README.md
 Made = tuple[Table, Numbers]
 
 
@@ -195,6 +197,14 @@ def with_lines(readme: Path, lines: str) -> tuple[Path, str]:
     """Return a README and its text, with these lines between its markers."""
     head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     return readme, f"{head}{BEGIN}\n{lines}{END}{rest.partition(END)[2]}" if rest else head
+
+
+def is_same(committed: str, text: str) -> bool:
+    """Return whether two texts of a file differ in a recipe's lines of Python at most.
+
+    Those change with every edit of a recipe, which need not write its pages again.
+    """
+    return SIZES.sub("", committed) == SIZES.sub("", text)
 
 
 def update() -> None:

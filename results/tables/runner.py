@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from core import command_line
-from core.config import code_by_path, recipes
+from core.config import code_by_path, examine, recipes
 from core.config.paths import run_folder
 from core.dry_run import is_dry_run
 from core.errors import InputError
@@ -131,6 +132,22 @@ def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
                 count()
 
 
+def check(table: Table, arms: Sequence[str]) -> None:
+    """Raise InputError, a line a problem, if the configuration of an arm is wrong."""
+    problems = []
+    for arm in arms:
+        argv = arguments(table, (arm, 1))
+        problems += [f"{arm}: {problem}" for problem in examine(table.recipe, argv).problems]
+        for key, _, value in (argument.partition("=") for argument in argv):
+            if re.fullmatch(r"'?[\w.]+:\w+'?", value):  # a function by its path
+                try:
+                    code_by_path.load_object(value.strip("'"), key)
+                except InputError as error:
+                    problems.append(f"{arm}: {error}")
+    if problems:
+        raise InputError(problems)
+
+
 def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> Records:
     """Run what is missing of these arms and return their records; with DRY_RUN those that are made.
 
@@ -178,6 +195,7 @@ def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:
 def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
     """Run what is missing of the miniature and print the page."""
     print(page.summary(table))
+    check(table, [*table.rows, *table.lab.controls])
     settled, means, sweep_records = table, {}, {}
     if table.lab.sweep:
         settled, means, sweep_records = swept(table, jobs)
