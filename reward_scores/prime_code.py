@@ -18,7 +18,7 @@ from typing import Any
 
 from reward_scores import prime_source, unit_tests
 from reward_scores import sandbox_fusion as fusion
-from reward_scores.sandbox import Sandbox
+from reward_scores.sandbox.sandbox import Sandbox
 from reward_scores.score import Score, graded, no_answer, plain
 from reward_scores.unit_tests import FAILURES, SandboxOptions
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_scores import prime_source
-from reward_scores.sandbox import (
+from reward_scores.sandbox.sandbox import (
     Isolation,
     Limits,
     Sandbox,

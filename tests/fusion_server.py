@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from reward_scores.sandbox import Limits, Sandbox
+from reward_scores.sandbox.sandbox import Limits, Sandbox
 from tests.search import Recorder, reply, serving
 
 SUCCESS = {

@@ -24,6 +24,7 @@ from core.config.convert import nested, over
 from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
 from core.config.section import IS_SECTION, Problem, brief, show
+from core.config.unknown_keys import unknown_key
 from core.config.unused_keys import unused
 from core.config.verl_names import Line
 from core.errors import InputError
@@ -288,8 +289,10 @@ class Reader:
             self.unused[key] = (value, reading.unused)
         elif key in convert.sections(schema):
             self.problems.append(Problem(key, value, IS_SECTION, "set one of its keys"))
+        elif not known and reading:
+            self.problems.append(Problem(key, value, reading.rule, reading.fix))
         elif not known:
-            self.problems.append(verl_names.unknown_key(key, value, self.line))
+            self.problems.append(unknown_key(key, value, schema))
         else:
             values[key] = value
 

@@ -26,7 +26,8 @@ from core.config.section import (
     key_option,
     show,
 )
-from core.config.verl_names import Line, read_value, unknown_key
+from core.config.unknown_keys import unknown_key
+from core.config.verl_names import Line, read_value
 from core.secret_keys import without_hidden
 
 # Keys whose value is code, a file that names some, or an argument that a library imports. Besides,
@@ -47,7 +48,7 @@ def validated(schema: type[Config], tree: Any, line: Line) -> tuple[Config, list
     problems = []
     for key, value, rule in refused:
         if rule == UNKNOWN:
-            problems.append(unknown_key(key, value, line))
+            problems.append(unknown_key(key, value, schema))
         elif rule == IS_SECTION:
             problems.append(Problem(key, value, rule, "set one of its keys"))
         else:

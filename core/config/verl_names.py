@@ -1,4 +1,4 @@
-"""What a key or a value that the schema lacks means here: another version's name, or the nearest.
+"""What a key or a value that the schema lacks means here: the name of another version of verl.
 
 ``verl_names.yaml`` has the keys of other versions of verl, a recipe's ``config/verl_keys.yaml``
 those of a tree of its own. What depends on the rest of a command line is a function, here or in a
@@ -7,23 +7,20 @@ what is done anyway, is accepted and listed, any other is refused.
 """
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes
 from core.config.schema import Config
-from core.config.section import Problem, names_of
+from core.config.section import names_of
 from core.config.training_keys import ACTOR, ULYSSES
+from core.config.unknown_keys import nearest, nearest_name
 
 FILE = Path(__file__).with_name("verl_names.yaml")
-COMING_FROM = Path(__file__).parents[2] / "COMING_FROM.md"
 ROLLOUT = "actor_rollout_ref.rollout"
-LIKE = 0.75  # least likeness of each name; a lower one gives wrong advice on misspelt keys
 
 
 @dataclass(frozen=True)
@@ -56,65 +53,6 @@ class Interpretation:
     rule: str = ""
     fix: str = ""
     replaces: bool = False  # the settings take the place of the same keys of the line
-
-
-def unknown_key(key: str, value: Any, line: Line) -> Problem:
-    """Return the problem with a key that the schema lacks, with what to do instead."""
-    reading = read(key, value, line)
-    if reading and reading.rule:
-        return Problem(key, value, reading.rule, reading.fix)
-    if key in of_trl():
-        return Problem(key, value, "is a name of TRL", f"here: {of_trl()[key]}")
-    near = nearest(key, convert.all_keys(line.schema))
-    nothing = (
-        "no such key here; if only a fork reads it, leave it out (--help WORD lists the keys with "
-        "a word)"
-    )
-    return Problem(
-        key, value, "unknown key", f"the nearest known key is {near}" if near else nothing
-    )
-
-
-@functools.cache
-def of_trl() -> dict[str, str]:
-    """Return name in TRL -> what it is here, from the table for readers in COMING_FROM.md."""
-    text = COMING_FROM.read_text(encoding="utf-8") if COMING_FROM.exists() else ""
-    rows = text.partition("## Fields of TRL's GRPOConfig")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE)
-    return {name: here.replace("`", "") for name, here in found}
-
-
-def nearest(key: str, known: Iterable[str]) -> str | None:
-    """Return the known key that was probably meant, or None: no advice beats a wrong one.
-
-    It is the key whose last names are most like those of this one, of several the actor's. The
-    first sections may be missing.
-    """
-    names = key.lower().replace("-", "_").split(".")
-    likeness = {}
-    for other in known:
-        ending = other.split(".")[-len(names) :]
-        if len(ending) == len(names):
-            likeness[other] = min(map(_likeness, names, ending))
-    best = max(likeness.values(), default=0.0)
-    if best >= LIKE:
-        near = [other for other in likeness if likeness[other] == best]
-        near = [other for other in near if other.startswith(ACTOR)] if len(near) > 1 else near
-        return near[0] if len(near) == 1 else None
-    otherwise_dotted = [other for other in known if other.count(".") != key.count(".")]
-    return next(iter(get_close_matches(key, otherwise_dotted, 1, 0.95)), None)
-
-
-@functools.cache  # sections have few names, which keys repeat
-def _likeness(name: str, other: str) -> float:
-    return 1.0 if name == other else SequenceMatcher(None, name, other).ratio()
-
-
-def nearest_name(value: str, names: Iterable[str]) -> str | None:
-    """Return the name of a table that a value is but for its case, or that it nearly is."""
-    plain = {name.lower(): name for name in names}
-    near = get_close_matches(value.lower(), plain, 1, 0.7)
-    return plain[near[0]] if near and plain[near[0]] != value else None
 
 
 # --- reading ---

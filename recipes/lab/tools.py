@@ -56,7 +56,7 @@ class PythonSandbox(BaseTool):
     )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        from reward_scores.sandbox import Limits, required_isolation
+        from reward_scores.sandbox.sandbox import Limits, required_isolation
 
         super().__init__(config, tool_schema)
         self.how = required_isolation()
@@ -65,7 +65,7 @@ class PythonSandbox(BaseTool):
         )
 
     def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        from reward_scores.sandbox import Sandbox
+        from reward_scores.sandbox.sandbox import Sandbox
 
         with Sandbox(self.limits, self.how) as box:
             ran = box.run(parameters["code"])

@@ -9,7 +9,7 @@ import pytest
 
 from core.rollout.tools import BaseTool, ToolError, load_listed
 from recipes.lab.tools import Calculator
-from reward_scores.sandbox import isolation
+from reward_scores.sandbox.sandbox import isolation
 
 TOOLS = Path(__file__).resolve().parents[2] / "recipes" / "lab" / "tools.yaml"
 

@@ -11,7 +11,7 @@ import pytest
 from core.config import compose
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, sandbox_fusion, scorer_for, unit_tests
-from reward_scores.sandbox import SandboxUnavailable
+from reward_scores.sandbox.sandbox import SandboxUnavailable
 from reward_scores.score import ScoreStatus
 from reward_scores.unit_tests import BadTests, extract, read_tests, same_output, same_value
 
@@ -221,7 +221,7 @@ def test_the_configuration_reaches_the_scorers():
 
 
 def test_without_isolation_nothing_is_graded_unless_told(monkeypatch):
-    from reward_scores import sandbox
+    from reward_scores.sandbox import sandbox
 
     none = sandbox.Isolation("none", False, ("nothing here",))
     monkeypatch.setattr(sandbox, "isolation", lambda: none)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from reward_scores import prime_code, prime_source, unit_tests
-from reward_scores.sandbox import Limits, Sandbox
+from reward_scores.sandbox.sandbox import Limits, Sandbox
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 MAIN = "def main():\n    a, b = map(int, input().split())\n    print(a + b)\n"

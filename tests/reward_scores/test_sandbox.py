@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from reward_scores import sandbox
-from reward_scores.sandbox import Isolation, Limits, Sandbox, SandboxError, SandboxUnavailable
+from reward_scores.sandbox import sandbox
+from reward_scores.sandbox.sandbox import Isolation, Limits, Sandbox, SandboxError, SandboxUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(seconds=3.0, memory_mb=256, output_bytes=1 << 16, threads=8)
@@ -188,7 +188,7 @@ def test_time_is_charged_by_what_a_program_does(box):
 
 def test_a_killed_scorer_leaves_nothing(how):
     source = (
-        "from reward_scores.sandbox import *\n"
+        "from reward_scores.sandbox.sandbox import *\n"
         f"with Sandbox(Limits(seconds=99), Isolation({how.mode!r}, True)) as box:\n"
         "    print('running', flush=True)\n    box.run('while True: pass')"
     )

@@ -14,7 +14,7 @@ from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, unit_tests
-from reward_scores.sandbox import SandboxError
+from reward_scores.sandbox.sandbox import SandboxError
 from reward_scores.score import ScoreStatus
 
 WALL = 1.0  # seconds of an answer, far below the time limit of a test
@@ -162,7 +162,7 @@ def test_a_text_that_the_parser_cannot_take_is_wrong():
 
 
 def test_the_wall_is_the_harness_own(monkeypatch):
-    from reward_scores import sandbox
+    from reward_scores.sandbox import sandbox
 
     monkeypatch.setattr(sandbox, "START_SECONDS", 30.0)
     with sandbox.Sandbox(sandbox.Limits(seconds=30), seconds=1.0) as box:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from core.config import Config, compose, convert, examine, paths, verl_names
+from core.config import Config, compose, convert, examine, paths, unknown_keys
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -48,12 +48,12 @@ def test_a_letter_too_many_too_few_or_another_names_the_key_that_was_meant():
         letters.add(key[:at] + key[at + 1] + key[at] + key[at + 2 :])
         wrong = draw.choice(sorted(letters))
         if wrong not in known:
-            found.append((verl_names.nearest(wrong, known), key))
+            found.append((unknown_keys.nearest(wrong, known), key))
     assert sum(near == key for near, key in found) >= 285
     assert sum(near not in (None, key) for near, key in found) <= 3
     for other in ("Trainer.Seed", "trainer.SEED", "data.train-files", "DATA.train_files"):
-        assert verl_names.nearest(other, known) == other.lower().replace("-", "_")
-    assert verl_names.nearest(f"{ROLLOUT}.k", known) is None
+        assert unknown_keys.nearest(other, known) == other.lower().replace("-", "_")
+    assert unknown_keys.nearest(f"{ROLLOUT}.k", known) is None
 
 
 def test_a_name_in_another_case_gets_the_name():

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from core.config import Config, convert, examine, recipes
-from core.config.verl_names import CONVERSIONS, Line, of_trl, read, read_value, table
+from core.config.unknown_keys import of_trl
+from core.config.verl_names import CONVERSIONS, Line, read, read_value, table
 
 ACTOR, ROLLOUT, REF = (
     "actor_rollout_ref.actor",

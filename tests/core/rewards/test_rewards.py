@@ -508,7 +508,8 @@ def test_examples_of_the_module_are_tried_in_place_of_guesses(make_layer):
 
 
 def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, capsys):
-    from reward_scores import sandbox, unit_tests
+    from reward_scores import unit_tests
+    from reward_scores.sandbox import sandbox
 
     for module in (sandbox, unit_tests):
         monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
