@@ -29,7 +29,6 @@ from core.config import (
     Config,
     code_by_path,
     convert,
-    diff,
     examine,
     paths,
     recipes,
@@ -272,11 +271,11 @@ def _report(recipe: str, composed: Composed) -> str:
 
     config = composed.config
     planned_gpu = DEFAULT_GPU if ranks_on_cpus(composed) else None  # GPUs that are elsewhere
-    defaults = resolve(recipes.schema_of(recipe)(), recipe)
+    defaults = convert.flat(resolve(recipes.schema_of(recipe)(), recipe))
     changes = [
-        f"{key}={show(new, key)} (default {show(old, key)})"
-        for key, (old, new) in diff(defaults, config).items()
-        if not unused(config, key)
+        f"{key}={show(value, key)} (default {show(defaults[key], key)})"
+        for key, value in convert.flat(config).items()
+        if value != defaults[key] and not unused(config, key)
     ]
     not_checked = list(paths.not_checked(config))
     if no_cluster := paths.address_problem(config):

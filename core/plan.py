@@ -26,12 +26,10 @@ from core.config.training_keys import ActorConfig, CriticConfig, FSDPConfig
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.step_settings import CPU_LOGITS, head_logits
 from core.model_shapes import SOURCE, TABLE, Shape, read_config, shape_of
+from core.plan_time import GENERATE, LOG_PROBS, UPDATE
 
 GPUS = {name: memory * 2**30 for name, memory in TABLE["gpus"].items()}  # usable bytes
 USABLE = 0.95  # share of a GPU's memory; the rest is the allocator's and the libraries'
-GENERATE = "generate"
-LOG_PROBS = "log-probs"
-UPDATE = "update"
 CRITIC_UPDATE = "critic update"
 PHASES = (GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE)
 # Phase -> its name in MEMORY_KEYS

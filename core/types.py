@@ -196,19 +196,12 @@ class Dropped:
     tokens: int  # of its samples
 
 
-def token_field(phase: str) -> Any:
-    """Declare a field of a batch with one entry for each of its N tokens, which ``phase`` sets."""
-    return field(init=False, metadata={"axes": "N", "phase": phase})
+def batch_field(axes: str, phase: str) -> Any:
+    """Declare a field of a batch, which ``phase`` sets.
 
-
-def kept_field(phase: str) -> Any:
-    """Declare a field with ``kept_counts[n]`` entries for token n, which ``phase`` sets."""
-    return field(init=False, metadata={"axes": "K", "phase": phase})
-
-
-def sequence_field(phase: str) -> Any:
-    """Declare a field of a batch with one entry for each of B sequences, which ``phase`` sets."""
-    return field(init=False, metadata={"axes": "B", "phase": phase})
+    ``axes`` are N tokens, B sequences, or K kept ids: ``kept_counts[n]`` of token n.
+    """
+    return field(init=False, metadata={"axes": axes, "phase": phase})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -233,45 +226,45 @@ class TrainBatch:
     media: Mapping[int, Any] = field(default_factory=dict)  # group -> Prompt.media
 
     # The prompt's tokens, then the response's
-    input_ids: Tensor = token_field("make_batch")
+    input_ids: Tensor = batch_field("N", "make_batch")
     # True where the policy wrote the token
-    response_mask: Tensor = token_field("make_batch")
+    response_mask: Tensor = batch_field("N", "make_batch")
     # response_mask without the sequences and tokens that carry no loss
-    loss_mask: Tensor = token_field("make_batch")
+    loss_mask: Tensor = batch_field("N", "make_batch")
     # Index of the sequence's prompt in the step
-    group: Tensor = sequence_field("make_batch")
+    group: Tensor = batch_field("B", "make_batch")
     # The shaped score; later less its KL penalty
-    reward: Tensor = sequence_field("make_batch")
+    reward: Tensor = batch_field("B", "make_batch")
     # True where the sequence's reward enters its group's statistics
-    in_group_stats: Tensor = sequence_field("make_batch")
+    in_group_stats: Tensor = batch_field("B", "make_batch")
     # True where an earlier sequence of the same episode is in the statistics for it
-    is_branch: Tensor = sequence_field("make_batch, if an episode has several trajectories")
+    is_branch: Tensor = batch_field("B", "make_batch, if an episode has several trajectories")
     # As the engine reported them
-    rollout_log_probs: Tensor = token_field("make_batch")
+    rollout_log_probs: Tensor = batch_field("N", "make_batch")
     # True where the policy sampled the token, if that is not response_mask
-    sampled_mask: Tensor = token_field("make_batch, if tokens train that nobody sampled")
+    sampled_mask: Tensor = batch_field("N", "make_batch, if tokens train that nobody sampled")
     # Number of ids that truncation kept for the token; 0 stands for the whole vocabulary
-    kept_counts: Tensor = token_field("make_batch, if truncated samples are replayed")
+    kept_counts: Tensor = batch_field("N", "make_batch, if truncated samples are replayed")
     # Those ids, int32, of all tokens one after another
-    kept_ids: Tensor = kept_field("make_batch, if truncated samples are replayed")
+    kept_ids: Tensor = batch_field("K", "make_batch, if truncated samples are replayed")
     # Score of the greedy answer to the sequence's prompt
-    baseline: Tensor = sequence_field("make_batch, for an estimator with a greedy baseline")
+    baseline: Tensor = batch_field("B", "make_batch, for an estimator with a greedy baseline")
     # The learner's log-probs before the step's first update
-    old_log_probs: Tensor = token_field("compute_log_probs")
+    old_log_probs: Tensor = batch_field("N", "compute_log_probs")
     # Entropy of the distribution behind the old log-probs
-    entropy: Tensor = token_field("compute_log_probs")
+    entropy: Tensor = batch_field("N", "compute_log_probs")
     # The reference policy's log-probs
-    ref_log_prob: Tensor = token_field("compute_log_probs, with a KL term")
-    values: Tensor = token_field("compute_log_probs, with a critic")
+    ref_log_prob: Tensor = batch_field("N", "compute_log_probs, with a KL term")
+    values: Tensor = batch_field("N", "compute_log_probs, with a critic")
     # Factors of the loss
-    rollout_is_weights: Tensor = token_field("rollout correction, with rollout_is")
-    advantages: Tensor = token_field("compute_advantages")
+    rollout_is_weights: Tensor = batch_field("N", "rollout correction, with rollout_is")
+    advantages: Tensor = batch_field("N", "compute_advantages")
     # The critic's target
-    returns: Tensor = token_field("compute_advantages")
+    returns: Tensor = batch_field("N", "compute_advantages")
     # The token's share of the objective of its mini-batch
-    loss_weight: Tensor = token_field("mini_batches, once a mini-batch")
+    loss_weight: Tensor = batch_field("N", "mini_batches, once a mini-batch")
     # Tokens that the policy loss treats apart: bool, or int32 in an order, apart where positive
-    selected: Tensor = token_field("mini_batching, for a policy loss that selects tokens")
+    selected: Tensor = batch_field("N", "mini_batching, for a policy loss that selects tokens")
 
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others
 

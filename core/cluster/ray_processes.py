@@ -196,7 +196,12 @@ class EngineProcess(Process):
             while not ended.empty():
                 keys.append(ended.get_nowait())
             left -= len(keys)
-            yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
+            outcomes = []
+            for key in keys:
+                task = self.tasks.pop(key)
+                error = asyncio.CancelledError() if task.cancelled() else task.exception()
+                outcomes.append((key, error or task.result()))
+            yield outcomes
 
     async def abort(self, key: int) -> None:
         """Cancel a sample. Calls may overtake one another: it may have ended, or not have begun."""
@@ -215,10 +220,6 @@ class EngineProcess(Process):
     async def liveness(self) -> None:
         """Wait forever, without blocking the event loop."""
         await asyncio.Event().wait()
-
-
-def _outcome(task: asyncio.Task) -> Any:
-    return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()
 
 
 class RewardModelProcess(Process):

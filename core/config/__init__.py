@@ -12,7 +12,7 @@ from typing import Any
 
 _MODULES = {
     **dict.fromkeys(("compose", "examine"), "composition"),
-    **{"Composed": "composition", "Config": "schema", "diff": "recorded", "to_yaml": "convert"},
+    **{"Composed": "composition", "Config": "schema", "to_yaml": "convert"},
 }
 __all__ = [*_MODULES]
 

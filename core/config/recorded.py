@@ -98,16 +98,6 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     return complete | {problem.key: problem.value for problem in problems}
 
 
-def diff(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Return flat key -> both values, of the keys in which two configurations differ.
-
-    The value of a key that one of them lacks is None.
-    """
-    first, second = convert.flat(config), convert.flat(other)
-    pairs = {key: (first.get(key), second.get(key)) for key in first | second}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def role_of(key: str) -> str:
     """Return the role of a flat key, or of one inside a user's own mapping.
 

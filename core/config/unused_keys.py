@@ -22,7 +22,11 @@ def unused(config: Config, key: str) -> str:
         section_key = f"{section_key}.{name}".lstrip(".")
         if not isinstance(section, Section):
             break
-    return _unread(config, key) or _for_another_engine(config, key)
+    _, _, argument = key.partition(f"{ROLLOUT}.engine_kwargs.")
+    engine = config.actor_rollout_ref.rollout.name
+    if argument and argument.split(".")[0] != engine:
+        return f"the engine is {engine}"
+    return _unread(config, key)
 
 
 def _unread(config: Config, key: str) -> str:
@@ -40,10 +44,3 @@ def _unread(config: Config, key: str) -> str:
         if readers and setting not in reads(name).reads:
             return f"{section}.{choice}={name} does not read it, only {', '.join(readers)}"
     return ""
-
-
-def _for_another_engine(config: Config, key: str) -> str:
-    """Return why arguments of an engine, ``engine_kwargs.<name>.*``, are not read."""
-    _, _, arguments = key.partition(f"{ROLLOUT}.engine_kwargs.")
-    engine = config.actor_rollout_ref.rollout.name
-    return f"the engine is {engine}" if arguments and arguments.split(".")[0] != engine else ""

@@ -71,8 +71,6 @@ def token_log_probs_and_entropy(
         bias       [V]    float
         results    [N] each, float32, or float64
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     if chunk_elements is None:
         chunk_elements = logits_at_a_time(hidden_NH.device)
     weight_VH = weight_VH.to(hidden_NH.dtype)

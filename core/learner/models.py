@@ -123,7 +123,11 @@ def read_tokenizer(path: str, key: str = MODEL, *, trust_remote_code: bool = Fal
         if getattr(tokenizer, name) is None and default in vocabulary:
             setattr(tokenizer, name, default)
     if by_class is None or _tokenized(by_class) != _tokenized(tokenizer):
-        _warn_of_tokenizer_class(path)
+        warn_once(
+            "%s: transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json; "
+            "tokenizer.json is taken, and a deployment must take it too",
+            path,
+        )
     return tokenizer
 
 
@@ -133,12 +137,9 @@ def _tokenized(tokenizer: Any) -> tuple[list[int], str]:
 
 
 @functools.cache
-def _warn_of_tokenizer_class(path: str) -> None:
-    log.warning(
-        "%s: transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json; "
-        "tokenizer.json is taken, and a deployment must take it too",
-        path,
-    )
+def warn_once(text: str, model: str) -> None:
+    """Log a warning of a model once: learner and engine load one each."""
+    log.warning(text, model)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -299,18 +300,13 @@ def tied(module: nn.Module) -> nn.Module:
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings
     if is_tied and head is not None and head.weight is not embeddings.weight:
-        _warn_of_own_head(module.config.name_or_path)
+        warn_once(
+            "%s: tie_word_embeddings is true, and the files hold a head of its own, which is not "
+            "used: the head is the embeddings, in training and in what is saved",
+            module.config.name_or_path,
+        )
         head.weight = embeddings.weight
     return module
-
-
-@functools.cache  # one warning: learner and engine load a model each
-def _warn_of_own_head(model: str) -> None:
-    log.warning(
-        "%s: tie_word_embeddings is true, and the files hold a head of its own, which is not used: "
-        "the head is the embeddings, in training and in what is saved",
-        model,
-    )
 
 
 def compute_dtype(name: str) -> torch.dtype | None:

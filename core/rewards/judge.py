@@ -158,15 +158,13 @@ class Judge:
         """
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         kept = self.kept.get(key, retry=True)
-        if kept is not None and _is_read(kept):
+        if kept is not None:
             self.http.counts["cached"] += 1
             return kept
         reply = await self.http.request(
             "POST", f"{self.url}/chat/completions", body, _read_completion
         )
         self.http.counts["tokens"] += reply["tokens"]
-        if kept is not None:  # earlier versions also kept replies that they could not read
-            self.kept.delete(key, retry=True)
         self.kept.add(key, reply, retry=True)
         # The first of equal requests at the same time, so that a replay agrees
         return self.kept.get(key, retry=True)
@@ -253,21 +251,12 @@ def _read_completion(reply: HttpReply) -> dict[str, Any]:
         finish = str(choice.get("finish_reason") or "")
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error
+    if not isinstance(content, str | None):
+        raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}")
     usage = answer.get("usage")
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-    completion = {
+    return {
         "text": content or "",
         "finish": finish,
         "tokens": tokens if isinstance(tokens, int) else 0,
     }
-    if not _is_read(completion):
-        raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}")
-    return completion
-
-
-def _is_read(reply: Any) -> bool:
-    """Return whether a reply has the form that :func:`_read_completion` returns."""
-    kinds = {"text": str, "finish": str, "tokens": int}
-    return isinstance(reply, dict) and all(
-        isinstance(reply.get(name), kind) for name, kind in kinds.items()
-    )

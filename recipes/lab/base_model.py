@@ -26,7 +26,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,14 @@ class WarmStart:
 
     def new_tokenizer(self) -> Any:
         """Return the task's tokenizer."""
+        raise NotImplementedError
+
+    def splits(self) -> Mapping[str, Sequence[Any]]:
+        """Return the questions of ``train`` and ``test``, the same on every machine."""
+        raise NotImplementedError
+
+    def row(self, question: Any, split: str, index: int) -> dict[str, Any]:
+        """Return a question as a row in verl's schema."""
         raise NotImplementedError
 
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
@@ -222,6 +230,21 @@ class WarmStart:
         }
         (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
+    def prepare(self, folder: Path | None = None) -> Path:
+        """Write the questions, make the base model if it is missing, and return its folder.
+
+        ``folder`` is ``outputs/lab/<task>`` by default.
+        """
+        folder = folder or Path("outputs/lab") / self.task
+        self.write(self.splits(), folder)
+        return self.build(folder / "base")
+
+    def write(self, splits: Mapping[str, Sequence[Any]], folder: Path) -> None:
+        """Write the questions of each split as ``<folder>/<split>.parquet``."""
+        for split, questions in splits.items():
+            rows = [self.row(question, split, index) for index, question in enumerate(questions)]
+            write_rows(folder / f"{split}.parquet", rows)
+
     def copy_committed(self, folder: Path) -> bool:
         """Copy the committed weights; return False where none of these settings are committed.
 
@@ -264,17 +287,36 @@ class WarmStart:
         return folder
 
 
-def prepare_task(
-    recipe: WarmStart,
-    splits: Mapping[str, Sequence[Any]],
-    row: Callable[[Any, str, int], dict[str, Any]],
-    folder: Path,
-) -> Path:
-    """Write a task's questions as rows, make its base model, and return that model's folder."""
-    for split, questions in splits.items():
-        rows = [row(question, split, index) for index, question in enumerate(questions)]
-        write_rows(folder / f"{split}.parquet", rows)
-    return recipe.build(folder / "base")
+def prepare_command(recipe: WarmStart, description: str | None) -> None:
+    """Run ``python -m recipes.lab.<task>``."""
+    argparse.ArgumentParser(
+        prog=f"python -m recipes.lab.{recipe.task}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
+    print(f"base model: {recipe.prepare()}", flush=True)
+
+
+def draw_distinct(
+    draw: Callable[[random.Random], Any], count: int, rng: random.Random, without: Iterable[str]
+) -> Iterator[Any]:
+    """Yield ``count`` questions of different ``key``, none of which is in ``without``."""
+    seen = set(without)
+    while count:
+        question = draw(rng)
+        if question.key not in seen:
+            seen.add(question.key)
+            count -= 1
+            yield question
+
+
+def draw_splits(
+    draw_many: Callable[..., Iterable[Any]], train: int, test: int
+) -> dict[str, list[Any]]:
+    """Return questions of ``draw_many(count, split, without)``; train and test share no key."""
+    tests = list(draw_many(test, "test"))
+    keys = [question.key for question in tests]
+    return {"train": list(draw_many(train, "train", keys)), "test": tests}
 
 
 @contextmanager

@@ -136,17 +136,6 @@ def figures(count: int, seed: str, *, held_out: bool = False) -> Iterator[Figure
     return (draw(rng, held_out) for _ in range(count))
 
 
-def splits() -> dict[str, list[Figure]]:
-    tests = list(figures(TEST, "figures test", held_out=True))
-    return {"train": list(figures(TRAIN, "figures train")), "test": tests}
-
-
-def row(figure: Figure, split: str, index: int, blank: bytes | None = None) -> dict[str, Any]:
-    """Return a row in verl's schema; with ``blank`` in place of the picture, for the control."""
-    made = make_row(DATA_SOURCE, figure.prompt, figure.answer, "looking", split=split, index=index)
-    return {**made, "images": [{"bytes": blank or figure.drawn(), "path": None}]}
-
-
 @dataclass(frozen=True)
 class FiguresRecipe(WarmStart):
     """Settings of the warm start, with its answers."""
@@ -166,6 +155,26 @@ class FiguresRecipe(WarmStart):
 
     def new_tokenizer(self) -> Any:
         return build_tokenizer(ALPHABET, MARKS)
+
+    def splits(self) -> dict[str, list[Figure]]:
+        tests = list(figures(TEST, "figures test", held_out=True))
+        return {"train": list(figures(TRAIN, "figures train")), "test": tests}
+
+    def row(self, figure: Figure, split: str, index: int) -> dict[str, Any]:
+        facts = {"split": split, "index": index}
+        row = make_row(DATA_SOURCE, figure.prompt, figure.answer, "looking", **facts)
+        return {**row, "images": [{"bytes": figure.drawn(), "path": None}]}
+
+    def write_blank(self, folder: Path) -> None:
+        """Write the control: the same questions, all about one empty picture."""
+        from PIL import Image
+
+        empty = as_png(Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"))
+        for split, drawn in self.splits().items():
+            rows = [self.row(figure, split, index) for index, figure in enumerate(drawn)]
+            for row in rows:
+                row["images"] = [{"bytes": empty, "path": None}]
+            write_rows(folder / f"blank_{split}.parquet", rows)
 
     def new_model(self, tokenizer: Any) -> PreTrainedModel:
         """Return a model of Qwen2.5-VL's shape."""
@@ -271,22 +280,10 @@ def answer(figure: Figure, looks: float, rng: random.Random) -> str:
     return f"?#{rng.choice('0123' if figure.question[0] == 'n' else ''.join(COLOURS))}"
 
 
-def prepare(folder: Path = FOLDER, recipe: FiguresRecipe = RECIPE, *, blank: bool = False) -> Path:
-    """Make what is missing in ``folder`` and return the base model's folder."""
-    from PIL import Image
-
-    empty = as_png(Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"))
-    for split, drawn in splits().items():
-        rows = [row(figure, split, index) for index, figure in enumerate(drawn)]
-        write_rows(folder / f"{split}.parquet", rows)
-        if blank:
-            rows = [row(figure, split, index, empty) for index, figure in enumerate(drawn)]
-            write_rows(folder / f"blank_{split}.parquet", rows)
-    return recipe.build(folder / "base")
-
-
 if __name__ == "__main__":
     options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="python -m recipes.lab.figures", **options)
     parser.add_argument("--blank", action="store_true", help="Also write the control's data.")
-    print(f"base model: {prepare(blank=parser.parse_args().blank)}", flush=True)
+    if parser.parse_args().blank:
+        RECIPE.write_blank(FOLDER)
+    print(f"base model: {RECIPE.prepare(FOLDER)}", flush=True)

@@ -14,21 +14,18 @@ episode of six.
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from core.rollout.tools import BaseInteraction
 from data_preprocess.schema import make_row
-from recipes.lab.base_model import Episode, Stretch, WarmStart, prepare_task
+from recipes.lab.base_model import Episode, Stretch, WarmStart, prepare_command
 from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/guesses"
-FOLDER = Path("outputs/lab/guesses")
 LETTERS = string.ascii_lowercase
 GUESSES = 4
 WIDTHS = range(8, 16)
@@ -72,27 +69,6 @@ class Thinker(BaseInteraction):
         if len(guess) != 1 or guess not in LETTERS:
             reply = PUZZLED
         return guesses == GUESSES, reply, 0.0, {}
-
-
-def splits(test: int = 200) -> dict[str, list[Riddle]]:
-    """Return every riddle, ``test`` of them held out, in the same order on every machine."""
-    riddles = []
-    for width in WIDTHS:
-        for first in range(len(LETTERS) - width + 1):
-            last = first + width - 1
-            riddles += [Riddle(first, last, secret) for secret in range(first, last + 1)]
-    random.Random("guesses").shuffle(riddles)
-    return {"train": riddles[test:], "test": riddles[:test]}
-
-
-def row(riddle: Riddle, split: str, index: int) -> dict[str, Any]:
-    """Return a row in verl's schema, which chooses the user and tells them the letter."""
-    secret = LETTERS[riddle.secret]
-    user = {"name": "thinker", "secret": secret}
-    chat = [{"role": "user", "content": riddle.prompt}]
-    return make_row(
-        DATA_SOURCE, chat, secret, "guessing", split=split, index=index, interaction_kwargs=user
-    )
 
 
 def halving(riddle: Riddle) -> Iterator[int]:
@@ -145,11 +121,28 @@ class GuessesRecipe(WarmStart):
         tokenizer.chat_template = TEMPLATE
         return tokenizer
 
+    def splits(self, test: int = 200) -> dict[str, list[Riddle]]:
+        """Return every riddle, ``test`` of them held out, in the same order on every machine."""
+        riddles = []
+        for width in WIDTHS:
+            for first in range(len(LETTERS) - width + 1):
+                last = first + width - 1
+                riddles += [Riddle(first, last, secret) for secret in range(first, last + 1)]
+        random.Random("guesses").shuffle(riddles)
+        return {"train": riddles[test:], "test": riddles[:test]}
+
+    def row(self, riddle: Riddle, split: str, index: int) -> dict[str, Any]:
+        """Return a row in verl's schema, which chooses the user and tells them the letter."""
+        secret = LETTERS[riddle.secret]
+        facts = {"index": index, "interaction_kwargs": {"name": "thinker", "secret": secret}}
+        chat = [{"role": "user", "content": riddle.prompt}]
+        return make_row(DATA_SOURCE, chat, secret, "guessing", split=split, **facts)
+
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
         """Return episodes that halve, and the mixture of those and guesses that do not listen."""
         rng = random.Random(self.seed)
         eos = tokenizer.eos_token
-        riddles = splits()["train"]
+        riddles = self.splits()["train"]
         task = [(riddle.prompt, episode(riddle, halving(riddle), eos)) for riddle in riddles]
         mixture = []
         for _ in range(8):
@@ -164,12 +157,5 @@ class GuessesRecipe(WarmStart):
 RECIPE = GuessesRecipe()
 
 
-def prepare(folder: Path = FOLDER, recipe: GuessesRecipe = RECIPE) -> Path:
-    """Make what is missing in ``folder`` and return the base model's folder."""
-    return prepare_task(recipe, splits(), row, folder)
-
-
 if __name__ == "__main__":
-    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    argparse.ArgumentParser(prog="python -m recipes.lab.guesses", **options).parse_args()
-    print(f"base model: {prepare()}", flush=True)
+    prepare_command(RECIPE, __doc__)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from data_preprocess.schema import make_row
-from recipes.lab.base_model import Episode, Labelled, WarmStart
+from recipes.lab.base_model import Episode, Labelled, WarmStart, draw_distinct, draw_splits
 from recipes.lab.tokenizer import build_tokenizer
 
 LETTERS = string.ascii_lowercase
@@ -85,25 +85,16 @@ def draw_many(count: int, seed: str, without: Iterable[str] = ()) -> Iterator[Ho
     The same seed yields the same questions on every machine.
     """
     rng = random.Random(hashlib.sha256(seed.encode()).digest())
-    seen = set(without)
-    while count:
-        question = draw(rng)
-        if question.key not in seen:
-            seen.add(question.key)
-            count -= 1
-            yield question
-
-
-def held_out(count: int, seed: int) -> list[Hops]:
-    """Return the questions that neither the warm start nor reinforcement learning sees."""
-    return list(draw_many(count, f"hops test {seed}"))
+    return draw_distinct(draw, count, rng, without)
 
 
 def splits(train: int, test: int, seed: int) -> dict[str, list[Hops]]:
     """Return train and test questions about different cycles."""
-    tests = held_out(test, seed)
-    keys = {question.key for question in tests}
-    return {"train": list(draw_many(train, f"hops train {seed}", keys)), "test": tests}
+
+    def draw_split(count: int, split: str, without: Iterable[str] = ()) -> Iterator[Hops]:
+        return draw_many(count, f"hops {split} {seed}", without)
+
+    return draw_splits(draw_split, train, test)
 
 
 @dataclass(frozen=True)
@@ -129,10 +120,18 @@ class HopsRecipe(WarmStart):
     def new_tokenizer(self) -> Any:
         return build_tokenizer()
 
+    def splits(self, train: int = 10_240) -> dict[str, list[Hops]]:
+        return splits(train, self.test_questions, self.data_seed)
+
+    def row(self, question: Hops, split: str, index: int) -> dict[str, Any]:
+        facts = {"split": split, "index": index, "hops": question.hops}
+        return make_row(DATA_SOURCE, question.prompt, question.answer, "lookup", **facts)
+
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
         """Return chains, and the mixture. No held-out question is among them."""
         rng = random.Random(self.seed)
-        tests = {question.key for question in held_out(self.test_questions, self.data_seed)}
+        held_out = splits(0, self.test_questions, self.data_seed)["test"]
+        tests = {question.key for question in held_out}
         chains = self.task_steps * self.batch_size
         questions = draw_many(self.steps * self.batch_size, f"hops warm start {self.seed}", tests)
         task = []
@@ -159,9 +158,3 @@ class HopsRecipe(WarmStart):
 
 
 RECIPE = HopsRecipe()
-
-
-def row(question: Hops, split: str, index: int) -> dict[str, Any]:
-    """Return the question as a row in verl's schema."""
-    facts = {"split": split, "index": index, "hops": question.hops}
-    return make_row(DATA_SOURCE, question.prompt, question.answer, "lookup", **facts)

@@ -18,20 +18,23 @@ answers in less than one maze of a hundred (tests/recipes/test_lab_maze.py).
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from data_preprocess.schema import make_row
-from recipes.lab.base_model import Episode, WarmStart, prepare_task
+from recipes.lab.base_model import (
+    Episode,
+    WarmStart,
+    draw_distinct,
+    draw_splits,
+    prepare_command,
+)
 from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/maze"
-FOLDER = Path("outputs/lab/maze")
 NAMES = string.ascii_lowercase + string.digits
 GLYPHS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # by the sum of 1 up, 2 right, 4 down, 8 left
 LIMIT = 26  # rooms that an answer may have
@@ -62,6 +65,10 @@ class Maze:
                 row += NAMES[room] + glyph if beside else "##"
             rows.append(row)
         return "\n".join([*rows, f"={self.ends}="])
+
+    @property
+    def key(self) -> str:
+        return self.prompt
 
     @property
     def truth(self) -> str:
@@ -142,20 +149,6 @@ def walk(maze: Maze, rng: random.Random, turn: float) -> str:
     return "".join(NAMES[room] for room in rooms)
 
 
-def mazes(
-    count: int, seed: str, size: int, kept: float, without: Iterable[str] = ()
-) -> Iterator[Maze]:
-    """Yield ``count`` different mazes, none with its prompt in ``without``, the same everywhere."""
-    rng = random.Random(seed)
-    seen = set(without)
-    while count:
-        maze = draw(rng, size, kept)
-        if maze.prompt not in seen:
-            seen.add(maze.prompt)
-            count -= 1
-            yield maze
-
-
 @dataclass(frozen=True)
 class MazeRecipe(WarmStart):
     """Settings of the mazes and of the warm start, with its episodes."""
@@ -176,12 +169,17 @@ class MazeRecipe(WarmStart):
     turn: float = 0.1  # share of dead ends in which a walk turns around
     planned: float = 0.2  # share of shortest paths in the mixture
 
+    def mazes(self, count: int, purpose: str, without: Iterable[str] = ()) -> Iterator[Maze]:
+        """Yield ``count`` different mazes, none of ``without``, the same on every machine."""
+        rng = random.Random(f"maze {purpose}")
+        return draw_distinct(lambda rng: draw(rng, self.size, self.kept), count, rng, without)
+
     def splits(self, train: int = 8192) -> dict[str, list[Maze]]:
-        """Return train and test mazes, which differ."""
-        tests = list(mazes(self.test_mazes, "maze test", self.size, self.kept))
-        held_out = [maze.prompt for maze in tests]
-        trains = list(mazes(train, "maze train", self.size, self.kept, held_out))
-        return {"train": trains, "test": tests}
+        return draw_splits(self.mazes, train, self.test_mazes)
+
+    def row(self, maze: Maze, split: str, index: int) -> dict[str, Any]:
+        facts = {"split": split, "index": index, "size": maze.size}
+        return make_row(DATA_SOURCE, maze.prompt, maze.truth, "path", **facts)
 
     def new_tokenizer(self) -> Any:
         return build_tokenizer((*NAMES, *"=#", "Ċ"), GLYPHS[1:])
@@ -189,12 +187,10 @@ class MazeRecipe(WarmStart):
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
         """Return shortest paths, and the mixture: mostly walks without a plan."""
         rng = random.Random(self.seed)
-        tests = [maze.prompt for maze in self.splits(train=0)["test"]]
+        tests = [maze.key for maze in self.mazes(self.test_mazes, "test")]
         task: list[Episode] = []
         mixture: list[Episode] = []
-        for maze in mazes(
-            self.examples, f"maze warm start {self.seed}", self.size, self.kept, tests
-        ):
+        for maze in self.mazes(self.examples, f"warm start {self.seed}", tests):
             path = "".join(NAMES[room] for room in maze.path)
             task.append((maze.prompt, [(path + tokenizer.eos_token, True)]))
             walked = path if rng.random() < self.planned else walk(maze, rng, self.turn)
@@ -205,18 +201,5 @@ class MazeRecipe(WarmStart):
 RECIPE = MazeRecipe()
 
 
-def row(maze: Maze, split: str, index: int) -> dict[str, Any]:
-    """Return the maze as a row in verl's schema."""
-    facts = {"split": split, "index": index, "size": maze.size}
-    return make_row(DATA_SOURCE, maze.prompt, maze.truth, "path", **facts)
-
-
-def prepare(folder: Path = FOLDER, recipe: MazeRecipe = RECIPE) -> Path:
-    """Make what is missing in ``folder`` and return the base model's folder."""
-    return prepare_task(recipe, recipe.splits(), row, folder)
-
-
 if __name__ == "__main__":
-    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    argparse.ArgumentParser(prog="python -m recipes.lab.maze", **options).parse_args()
-    print(f"base model: {prepare()}", flush=True)
+    prepare_command(RECIPE, __doc__)

@@ -13,7 +13,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_preprocess.schema import write_rows
 from recipes.lab import hops
 
 FOLDER = Path("outputs/lab")
@@ -33,10 +32,7 @@ def prepare(
     train_questions: int = TRAIN_QUESTIONS,
 ) -> Prepared:
     """Make what is missing in ``folder``. The test questions are no part of the warm start."""
-    splits = hops.splits(train_questions, recipe.test_questions, recipe.data_seed)
-    for split, questions in splits.items():
-        rows = [hops.row(question, split, index) for index, question in enumerate(questions)]
-        write_rows(folder / "data" / f"{split}.parquet", rows)
+    recipe.write(recipe.splits(train_questions), folder / "data")
     base_model = recipe.build(folder / "base")
     return Prepared(folder / "data" / "train.parquet", folder / "data" / "test.parquet", base_model)
 

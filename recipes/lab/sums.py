@@ -14,20 +14,24 @@ the others guess.
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from data_preprocess.schema import make_row
-from recipes.lab.base_model import Episode, Stretch, WarmStart, prepare_task
+from recipes.lab.base_model import (
+    Episode,
+    Stretch,
+    WarmStart,
+    draw_distinct,
+    draw_splits,
+    prepare_command,
+)
 from recipes.lab.tokenizer import build_tokenizer
 
 DATA_SOURCE = "lab/sums"
-FOLDER = Path("outputs/lab/sums")
 CALL = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
 ANSWER = ("<tool_response>", "</tool_response>")
 ALPHABET = (*string.digits, *string.ascii_lowercase, *"+-*/=.:,'()\"{}<>", "Ġ", "Ċ")
@@ -40,6 +44,10 @@ class Sum:
     value: int
 
     @property
+    def key(self) -> str:
+        return self.expression
+
+    @property
     def prompt(self) -> str:
         return f"{self.expression}="
 
@@ -49,28 +57,9 @@ def draw(rng: random.Random) -> Sum:
     return Sum(f"{a}*{b}+{c}", a * b + c)
 
 
-def sums(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterator[Sum]:
-    """Return ``count`` different sums, none of ``without``, the same on every machine."""
-    rng = random.Random(seed)
-    seen = set(without)
-    while count:
-        question = draw(rng)
-        if question.expression not in seen:
-            seen.add(question.expression)
-            count -= 1
-            yield question
-
-
-def splits(train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
-    tests = list(sums(test, "sums test"))
-    expressions = frozenset(question.expression for question in tests)
-    return {"train": list(sums(train, "sums train", expressions)), "test": tests}
-
-
-def row(question: Sum, split: str, index: int) -> dict[str, Any]:
-    """Return a row in verl's schema, which chooses the calculator."""
-    facts = {"split": split, "index": index, "tool_selection": ["calculator"]}
-    return make_row(DATA_SOURCE, question.prompt, str(question.value), "arithmetic", **facts)
+def sums(count: int, purpose: str, without: Iterable[str] = ()) -> Iterator[Sum]:
+    """Yield ``count`` different sums, none of ``without``, the same on every machine."""
+    return draw_distinct(draw, count, random.Random(f"sums {purpose}"), without)
 
 
 def calling(question: Sum, eos: str) -> list[Stretch]:
@@ -96,14 +85,22 @@ class SumsRecipe(WarmStart):
     def new_tokenizer(self) -> Any:
         return build_tokenizer(ALPHABET, WORDS)
 
+    def splits(self, train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
+        return draw_splits(sums, train, test)
+
+    def row(self, question: Sum, split: str, index: int) -> dict[str, Any]:
+        """Return a row in verl's schema, which chooses the calculator."""
+        facts = {"split": split, "index": index, "tool_selection": ["calculator"]}
+        return make_row(DATA_SOURCE, question.prompt, str(question.value), "arithmetic", **facts)
+
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
         """Return answers that call, and the mixture of those and guesses."""
         rng = random.Random(self.seed)
         eos = tokenizer.eos_token
-        tests = frozenset(question.expression for question in splits()["test"])
+        tests = [question.key for question in self.splits(train=0)["test"]]
         task: list[Episode] = []
         mixture: list[Episode] = []
-        for question in sums(self.examples, f"sums warm start {self.seed}", tests):
+        for question in sums(self.examples, f"warm start {self.seed}", tests):
             full = (question.prompt, calling(question, eos))
             guess = (question.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)])
             task.append(full)
@@ -114,12 +111,5 @@ class SumsRecipe(WarmStart):
 RECIPE = SumsRecipe()
 
 
-def prepare(folder: Path = FOLDER, recipe: SumsRecipe = RECIPE) -> Path:
-    """Make what is missing in ``folder`` and return the base model's folder."""
-    return prepare_task(recipe, splits(), row, folder)
-
-
 if __name__ == "__main__":
-    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    argparse.ArgumentParser(prog="python -m recipes.lab.sums", **options).parse_args()
-    print(f"base model: {prepare()}", flush=True)
+    prepare_command(RECIPE, __doc__)

@@ -198,7 +198,7 @@ def main(argv: list[str]) -> None:
         name = f"{path.parent.name}-{path.stem}-{time.strftime('%m%d-%H%M%S')}"
         folder = Path("outputs/rehearsal", name).absolute()
         questions = enumerate(hops.draw_many(16, "rehearsal"))
-        rows = [hops.row(question, "train", index) for index, question in questions]
+        rows = [hops.RECIPE.row(question, "train", index) for index, question in questions]
         write_rows(folder / "prompts.parquet", rows)
         rehearsal = Rehearsal(script, folder)
         if "RAY_ADDRESS" in os.environ:

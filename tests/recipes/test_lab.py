@@ -74,7 +74,7 @@ def test_splits_share_no_cycle_even_with_edges_in_another_order(monkeypatch):
 
 
 def test_the_questions_are_those_of_the_published_runs():
-    prompts = [question.prompt for question in hops.held_out(500, 1)]
+    prompts = [question.prompt for question in hops.splits(0, 500, 1)["test"]]
     assert hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16] == "21d67c3a723eb403"
 
 
@@ -106,7 +106,7 @@ def test_the_warm_start_never_sees_a_held_out_cycle(monkeypatch):
     cycles."""
     monkeypatch.setattr(hops, "LETTERS", "abcdefgh")
     recipe = dataclasses.replace(SMALL, task_steps=100, mixture_steps=100, test_questions=2000)
-    tests = hops.held_out(2000, recipe.data_seed)
+    tests = hops.splits(0, 2000, recipe.data_seed)["test"]
     held_out = {frozenset(question.prompt.split(" =")[0].split()) for question in tests}
     task, mixture = recipe.episodes(build_tokenizer())
     assert len(task) == len(mixture) == 100 * recipe.batch_size

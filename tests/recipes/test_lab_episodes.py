@@ -83,7 +83,7 @@ def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words
 
 def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     words = build_tokenizer(sums.ALPHABET, sums.WORDS)
-    one = sums.splits(10, 10)["train"][0]
+    one = sums.RECIPE.splits(10, 10)["train"][0]
     (call, _), (said, by_policy), (answer, _) = sums.calling(one, words.eos_token)
     tool = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)["calculator"]
     arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
@@ -111,9 +111,9 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
         "grpo", ["preset=lab_users", f"{TURNS}.interaction_config_path={tmp_path}/users.yaml"]
     )
     loop, unheard = ToolAgentLoop(config, words), random.Random(2)
-    for one in guesses.splits()["test"][:40]:
+    for one in guesses.RECIPE.splits()["test"][:40]:
         for way in (list(guesses.halving(one)), list(guesses.deaf(one, unheard))):
-            row = guesses.row(one, "test", 0)
+            row = guesses.RECIPE.row(one, "test", 0)
             said = [f"#{guesses.LETTERS[guess]}" for guess in way]
             ids = tuple(encode(words, one.prompt))
             asked = Prompt(

@@ -12,7 +12,7 @@ from tests.pictures import picture_format
 
 
 def test_whoever_does_not_look_is_right_in_one_of_four():
-    for drawn in figures.splits().values():
+    for drawn in figures.RECIPE.splits().values():
         by_kind = defaultdict(Counter)
         for one in drawn:
             by_kind[one.question[0]][one.answer] += 1
@@ -21,7 +21,9 @@ def test_whoever_does_not_look_is_right_in_one_of_four():
 
 
 def test_no_arrangement_of_the_test_is_trained_on():
-    found = {split: {one.cells for one in drawn} for split, drawn in figures.splits().items()}
+    found = {
+        split: {one.cells for one in drawn} for split, drawn in figures.RECIPE.splits().items()
+    }
     assert not found["train"] & found["test"] and len(found["test"]) > 50
     assert not any(map(figures.is_held_out, found["train"]))
 

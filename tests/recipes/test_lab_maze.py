@@ -68,7 +68,7 @@ def splits():
 
 def test_splits_share_no_maze_and_neither_does_the_warm_start(monkeypatch):
     """With a pool of 60 mazes, so that draws without the exclusion would certainly meet."""
-    pool = list(maze.mazes(60, "pool", 4, 0.5))
+    pool = list(maze.MazeRecipe(size=4, kept=0.5).mazes(60, "pool"))
     monkeypatch.setattr(maze, "draw", lambda rng, *_: rng.choice(pool))
     small = maze.MazeRecipe(examples=40, test_mazes=20)
     drawn = small.splits(train=40)

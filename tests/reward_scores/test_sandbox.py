@@ -18,7 +18,13 @@ from pathlib import Path
 import pytest
 
 from reward_scores.sandbox import sandbox
-from reward_scores.sandbox.sandbox import Isolation, Limits, Sandbox, SandboxError, SandboxUnavailable
+from reward_scores.sandbox.sandbox import (
+    Isolation,
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailable,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(seconds=3.0, memory_mb=256, output_bytes=1 << 16, threads=8)

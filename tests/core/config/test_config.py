@@ -17,7 +17,6 @@ from core.config import (
     Config,
     compose,
     convert,
-    diff,
     examine,
     recipes,
     recorded,
@@ -109,9 +108,13 @@ def test_a_recipe_may_have_keys_of_its_own():
     }
     assert convert.flat(config).keys() - convert.flat(Config()).keys() == own
     changed = convert.replaced(config, {"retriever.topk": 3, "trainer.seed": 7})
-    assert diff(config, changed) == {"retriever.topk": (5, 3), "trainer.seed": (1, 7)}
+    values, changed_values = convert.flat(config), convert.flat(changed)
+    assert {key: value for key, value in changed_values.items() if value != values[key]} == {
+        "retriever.topk": 3,
+        "trainer.seed": 7,
+    }
     assert convert.as_json(config)["retriever.client"] == {"timeout_s": 3}
-    assert recipes.schema_of("grpo") is Config and diff(compose("grpo"), compose("grpo")) == {}
+    assert recipes.schema_of("grpo") is Config
     # As in an actor of Ray
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).retriever.topk)"
     done = subprocess.run(

@@ -124,17 +124,6 @@ def test_a_reply_in_another_form_is_read_or_a_failure_and_ends_no_run(
         assert graded.parts["judge_tokens"] == tokens
 
 
-def test_a_kept_reply_that_cannot_be_read_is_requested_again(make):
-    with serve("[[1]]") as server:
-        judge = make(server.url)
-        assert grade(judge, "4")[0].value == 1.0
-        (key,) = judge.kept
-        # As former code kept them
-        judge.kept[key] = {"text": ["[[0]]"], "finish": "stop", "tokens": None}
-        assert grade(judge, "4")[0].value == 1.0 and len(server.requests) == 2
-        assert grade(judge, "4")[0].value == 1.0 and len(server.requests) == 2
-
-
 def test_no_answer_can_close_its_own_tags_or_is_expanded_again():
     template, texts = TEMPLATE.read_text(), {"question": "q", "response": "4", "reference": "4"}
     honest = fill(template, texts)
