@@ -137,10 +137,7 @@ class Trajectory:
             raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
-        """Return a short text.
-
-        asyncio of Python 3.11 formats a step's groups, which took longer than collecting them.
-        """
+        """Keep it short: asyncio's (3.11) text of a step's groups took longer than the groups."""
         return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property
@@ -326,10 +323,7 @@ class TrainBatch:
         return self._with({name: value for name, value in self.stored.items() if name in kept})
 
     def rows(self, index: Any) -> TrainBatch:
-        """Return the sequences of ``index``: a slice, a list, or a tensor of numbers.
-
-        Tokens of neighbouring sequences are a view of this batch.
-        """
+        """Return the sequences of an index; tokens of neighbours are a view of this batch."""
         import torch
 
         rows = torch.arange(len(self), device=self.lengths.device)[index]
@@ -381,7 +375,6 @@ class TrainBatch:
         return blank._with(blank.stored, media={})
 
     def to(self, device: Any) -> TrainBatch:
-        """Return the batch on a device."""
         lengths = self.lengths.to(device, non_blocking=True)
         return self._map(lambda value, axes: value.to(device, non_blocking=True), lengths)
 

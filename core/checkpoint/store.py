@@ -77,10 +77,7 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str]) -> None:
-    """Put everything in ``folder`` on disk, then a manifest of it.
-
-    Files of ``hashes`` are not read again.
-    """
+    """Put everything in ``folder`` on disk, then a manifest of it with the known and new hashes."""
     paths = sorted(folder.rglob("*"))
     for path in paths:
         fsync(path)
@@ -99,10 +96,7 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
-
-    Raises DamagedCheckpoint, and InputError where another version wrote it.
-    """
+    """Check every file that a folder's manifest lists; return the checkpoint. Raises InputError."""
     try:
         lock = (folder / MANIFEST).open(encoding="utf-8")
         with suppress(OSError):  # a file system without locks
@@ -279,10 +273,7 @@ class CheckpointStore:
         self._prune(step)
 
     def _prune(self, sound: int) -> None:
-        """Delete all but the ``keep`` newest ones, of any process, and never the sound one.
-
-        One that another process reads is left for the next time.
-        """
+        """Delete all but the ``keep`` newest ones, the sound one, and those that are being read."""
         older = [step for step in self.steps() if step != sound]
         surplus = 0 if self.keep is None else max(0, len(older) + 1 - self.keep)
         for step in older[:surplus]:
@@ -334,10 +325,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
 
 
 class RemoteCopy:
-    """The copy at ``url`` of the run folder of ``store``.
-
-    A checkpoint there is complete once it has its manifest.
-    """
+    """The copy of a run folder at a URL, whose checkpoints are complete with their manifest."""
 
     def __init__(self, url: str, store: CheckpointStore):
         self.url = url.rstrip("/")
@@ -358,10 +346,7 @@ class RemoteCopy:
         return steps_among([name.removesuffix(f"/{MANIFEST}") for name in manifests])
 
     def open(self, *, writes: bool) -> None:
-        """Check that the place can be written, and fetch what is newer there than here.
-
-        Raises InputError.
-        """
+        """Check that the place can be written; fetch what is newer there. Raises InputError."""
         if writes:
             check_writable(self.url, KEY)
         self.newest = max(self.steps(), default=-1)
@@ -412,10 +397,7 @@ class RemoteCopy:
                 fs.rm(f"{path}/global_step_{old}", recursive=True)
 
     def send_files(self) -> None:
-        """Send what changed of the run's files: metrics, configuration, validations.
-
-        Raises WriteFailed.
-        """
+        """Send the run's files that have changed since. Raises WriteFailed."""
         for file in sorted(self.store.root.rglob("*")):
             path = file.relative_to(self.store.root)
             name = str(path)

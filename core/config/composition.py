@@ -60,11 +60,7 @@ class Composed:
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved configuration of a recipe under these overrides.
-
-    Whether the files that it names exist is checked at start. Raises InputError: every problem
-    there is, a line each.
-    """
+    """Return the resolved configuration of a recipe. Raises InputError with every problem."""
     composed = examine(recipe, overrides)
     if composed.problems:
         raise InputError(composed.problems)
@@ -134,10 +130,7 @@ def examine(
 
 
 def _of_meant_values(broken: Iterable[Problem], problems: Problems) -> list[Problem]:
-    """Return the broken rules of keys that hold what was written.
-
-    The default that stands for a refused value breaks no rule.
-    """
+    """Return the broken rules of keys whose value was not refused: a default stands for that."""
     refused = {problem.key for problem in problems if isinstance(problem, Problem)}
     return [
         problem
@@ -304,10 +297,7 @@ def _given_twice(key: str, value: Any, before: Any) -> str:
 
 
 def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]:
-    """Return the keys of another recipe's techniques that are off, with the reason.
-
-    One that is on is a problem with that recipe's name.
-    """
+    """Return the keys of another recipe's techniques that are off; one that is on is a problem."""
     unused = {}
     for key, value in foreign.items():
         recipe, switch = recipes.owner_of(key)
@@ -324,10 +314,7 @@ def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]
 
 
 def _write_dashes(tree: Tree) -> list[str]:
-    """Write a dash for each slash in the names of run and project, and return a warning of each.
-
-    verl reads such a name as a path.
-    """
+    """Write a dash for each slash in the names of run and project, which verl reads as paths."""
     warnings = []
     for name in ("experiment_name", "project_name"):
         value = tree.get("trainer", {}).get(name)

@@ -121,7 +121,6 @@ class AgentConfig(Section):
 
     @property
     def plays(self) -> bool:
-        """Return whether there is an agent."""
         return bool(self.path or self.command)
 
 
@@ -417,10 +416,7 @@ class Config(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Return the ranks that get sequences of their section.
-
-        Ranks that share each sequence, or each layer, get the same sequences.
-        """
+        """Return the ranks that get sequences of their own, and share none with neighbours."""
         return max(self.learner_ranks // self.actor_rollout_ref.actor.together, 1)
 
     # -- where it runs --

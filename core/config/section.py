@@ -248,7 +248,6 @@ def hints(section: type[Section]) -> dict[str, Any]:
 
 
 def is_section(hint: Any) -> bool:
-    """Return whether a type is that of a section."""
     return isinstance(hint, type) and issubclass(hint, Section)
 
 
@@ -295,10 +294,7 @@ IS_SECTION = "is a section of the configuration"
 
 
 def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
-    """Return the typed configuration of a tree, and (key, value, rule) of each refused value.
-
-    A refused key keeps its default.
-    """
+    """Return the typed configuration, and (key, value, rule) of keys that keep their default."""
     tree = copy.deepcopy(tree)
     refused = []
     while True:

@@ -98,10 +98,7 @@ def _hash(value: Any) -> str:
 
 
 class ExampleFile:
-    """The examples of one file, a path or a URL, whose keys are those of the ``data`` section.
-
-    Raises InputError if the file is missing, empty, not readable, or lacks a column.
-    """
+    """The examples of one file, by the keys of the ``data`` section. Raises InputError."""
 
     def __init__(
         self,
@@ -144,10 +141,7 @@ class ExampleFile:
         return example
 
     def examples(self, problems: Problems, numbers: np.ndarray | None = None) -> Iterator[Example]:
-        """Yield the examples of these (increasing) numbers, or all.
-
-        Those that break the schema are left out and added to ``problems``.
-        """
+        """Yield the examples of these numbers, or all; those that break the schema are problems."""
         wanted = None if numbers is None else set(numbers.tolist())
         for start in range(0, len(self), BATCH):
             for number, raw in enumerate(self._rows(start, BATCH), start):

@@ -146,10 +146,7 @@ class Generation:
     position_offset: int = 0
 
     def write(self, token: int, logprob: float | None, kept: Sequence[int] | None = None) -> bool:
-        """Add a token and the ids that truncation kept; return whether it was the last token.
-
-        Raises FloatingPointError if the log-prob is not finite.
-        """
+        """Add a token; return whether it was the last. Raises FloatingPointError for a bad one."""
         if logprob is None or not -np.inf < logprob < np.inf:
             raise FloatingPointError(
                 "the model's logits are not finite: its weights hold NaN or infinite values"
@@ -230,10 +227,7 @@ class RolloutEngine:
         raise NotImplementedError
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, float32.
-
-        They are compared with the learner's after a weight sync.
-        """
+        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, float32."""
         raise NotImplementedError
 
     def _begin(self, request: SampleRequest) -> Generation:
@@ -268,10 +262,7 @@ class RolloutEngine:
         return self.end_update(version)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group of ``size`` processes in which rank 0 broadcasts weights.
-
-        The engine's devices are ``first_rank`` and those that follow.
-        """
+        """Join the group of ``size`` processes to which rank 0 broadcasts, as ``first_rank`` on."""
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
@@ -291,10 +282,7 @@ class RolloutEngine:
         self._copy(bucket.weights, values)
 
     def end_update(self, version: int) -> list[Proof]:
-        """Set ``policy_version`` and return a proof for each device.
-
-        Nothing that was computed with former weights (prefix caches) outlives it.
-        """
+        """Set ``policy_version``, drop what older weights computed, return a proof a device."""
         proofs = self._finish()
         self.asleep = False
         self.policy_version = version

@@ -139,7 +139,6 @@ class InProcessEngine(RolloutEngine):
         raise NotImplementedError
 
     def _drop(self, generations: list[Generation]) -> None:
-        """Drop running generations."""
         raise NotImplementedError
 
 

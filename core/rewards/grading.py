@@ -61,10 +61,7 @@ RewardModelCall = Callable[[Sequence[Answer]], Scores | Awaitable[Scores]]
 
 
 def model_score(value: float, cut: bool = False, **more: float) -> Score | Failure:
-    """Return the score of a reward model or a judge.
-
-    ``cut`` is True if the model did not see the end of the answer.
-    """
+    """Return a model's score; ``cut``: the model did not see the end of the answer."""
     if not math.isfinite(value):
         return Failure(ScoreStatus.CRASH, f"the reward model gave {value}\n")
     return Score(value, {"model": value, "model_cut": float(cut), **more})
@@ -194,18 +191,12 @@ class Scorers:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """Return the libraries of a data source's scorer whose work may not end.
-
-        Raises UnknownDataSource.
-        """
+        """Return a scorer's libraries whose work may not end. Raises UnknownDataSource."""
         scorer = self.scorer(data_source)
         return tuple(scorer.libraries(**self.options(scorer)))
 
     def __call__(self, job: Job) -> Any:
-        """Return the scorer's result, which :func:`as_score` reads.
-
-        An async function returns an awaitable of it.
-        """
+        """Return the scorer's result, or an awaitable of it; :func:`as_score` reads it."""
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
@@ -244,10 +235,7 @@ def as_score(result: Any) -> Score:
 
 
 def _parts(fields: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the fields that are finite numbers, and the others as texts.
-
-    Raises ScoreError if ``acc`` is among the others.
-    """
+    """Return the fields that are finite numbers, and others as texts. Raises ScoreError for acc."""
     parts: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, value in fields.items():

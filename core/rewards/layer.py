@@ -45,10 +45,7 @@ class RewardError(InputError):
 
 
 class RewardLayer:
-    """Scores trajectories by the sections ``reward_model`` and ``custom_reward_function``.
-
-    Raises InputError, with all problems, for a configuration that cannot work.
-    """
+    """Scores trajectories by the configuration. Raises InputError with all of its problems."""
 
     def __init__(self, config: Config):
         reward = config.reward_model
@@ -166,10 +163,7 @@ class RewardLayer:
     def grade_text(
         self, row: Prompt | Example, response: str, ground_truth: Any
     ) -> Score | Failure:
-        """Grade an answer that is known before the run.
-
-        A user's function also gets the row's ``extra_info``.
-        """
+        """Grade an answer that is known before the run."""
         job = self.job(row, trajectory_of_text(response))
         job = dataclasses.replace(job, ground_truth=ground_truth)
         if self.scorers.custom is None:  # the examples of a built-in scorer belong to no row
@@ -177,7 +171,6 @@ class RewardLayer:
         return asyncio.run(self.manager.run(job))
 
     async def _score_by_model(self, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
-        """Return the score of the judge or the reward model."""
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
@@ -218,10 +211,7 @@ class Failures:
             log.warning("%sShown once; reward/failed_rate has the share of each step", report)
 
     def rate(self, name: str) -> dict[str, float]:
-        """Return the share of failures since the last call, if there were answers.
-
-        Answers of dropped groups count.
-        """
+        """Return the share of failures since the last call, those of dropped groups included."""
         share = {name: self.failed / self.answers} if self.answers else {}
         self.answers = 0
         self.failed = 0
@@ -283,10 +273,7 @@ def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, An
 
 
 def grader_count(reward: RewardModelConfig) -> int:
-    """Return the number of graders: one per core, and at most 4 if num_workers is not set.
-
-    A Sandbox Fusion server allows at most ``max_concurrent``.
-    """
+    """Return the number of graders: one a core, by default at most 4, within Fusion's limit."""
     count = reward.num_workers or min(4, os.cpu_count() or 1)
     if reward.sandbox_fusion.url:
         count = min(count, reward.sandbox_fusion.max_concurrent)

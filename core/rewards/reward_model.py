@@ -35,10 +35,7 @@ CLASSIFIERS = {
 
 
 def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
-    """Return the reward model's tokenizer, or None if the model reads the policy's token ids.
-
-    Raises InputError.
-    """
+    """Return the model's tokenizer; None if it reads the policy's ids. Raises InputError."""
     if config.input_tokenizer is None:
         return None
     path = resolve_path(config.path, PATH_KEY, weights=False)
@@ -53,11 +50,7 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
 
 
 def load_classifier(model: RewardModelModelConfig) -> tuple[nn.Module, bool]:
-    """Load a trained classifier with one label; return it and whether it labels tokens.
-
-    The other kind labels sequences. Weights have the number format of the passes. Raises InputError
-    for a folder that holds anything else.
-    """
+    """Load a classifier with one label; return it and if it labels tokens. Raises InputError."""
     import transformers
 
     path = resolve_path(model.path, PATH_KEY)
@@ -145,10 +138,7 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of each pass, longest first, within its bound of padded tokens.
-
-        Empty sequences are in no pass.
-        """
+        """Yield the indices of each pass, longest first, within its bound of padded tokens."""
         filled = [i for i, length in enumerate(lengths) if length]
         order = sorted(filled, key=lambda i: -lengths[i])
         budget = self.config.forward_max_token_len_per_gpu

@@ -11,10 +11,7 @@ from typing import Any
 
 
 class Barrier:
-    """Runs tools and scorers. Results of a kind in ``holds`` are returned together.
-
-    They are returned when no job of a held kind is outstanding.
-    """
+    """Runs tools and scorers. Results of the kinds that it ``holds`` return when no job is left."""
 
     def __init__(self) -> None:
         self.holds: frozenset[str] = frozenset()  # of "tools" and "scores"

@@ -35,10 +35,7 @@ class ChatFrames:
         )
 
     def check(self, messages: Sequence[Message], **arguments: Any) -> None:
-        """Raise ChatError if messages of these roles cannot be written.
-
-        Without a chat template only a tool's can.
-        """
+        """Raise ChatError if messages of these roles cannot be written."""
         if not self.has_template and {message["role"] for message in messages} == {"tool"}:
             return
         marked = [{**message, "content": MARK} for message in messages]

@@ -208,10 +208,7 @@ class GroupsInProgress:
 
     @property
     def keep_rate(self) -> float:
-        """The keep rate up to now.
-
-        The previous rate, weighted as ``wanted`` groups, averaged with this collection's groups.
-        """
+        """Average the previous rate, weighted as ``wanted`` groups, with this collection's."""
         wanted = self.limits.wanted
         return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
 

@@ -51,10 +51,7 @@ def check_loggers(names: Iterable[str]) -> None:
 
 
 class Loggers:
-    """The loggers of a run. One that fails is switched off with a warning.
-
-    Raises InputError: a logger could not begin, or what :func:`check_loggers` finds.
-    """
+    """The loggers of a run. Raises InputError: one could not begin."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._each: dict[str, Any] = {}
@@ -73,10 +70,7 @@ class Loggers:
                 ) from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log`` or ``close`` of each logger.
-
-        A logger that fails is switched off: a server that is away may stay away.
-        """
+        """Call ``log`` or ``close`` of each logger; one that fails is switched off."""
         for name, logger in list(self._each.items()):
             try:
                 getattr(logger, method)(*arguments)
@@ -144,10 +138,7 @@ class ConsoleLogger:
 
 
 class TensorboardLogger:
-    """Writes files in ``<run folder>/tensorboard``.
-
-    A resumed run adds a file, whose steps repeat those after its checkpoint.
-    """
+    """Writes files in ``<run folder>/tensorboard``; a resumed run adds a file."""
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -194,11 +185,7 @@ class WandbLogger:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show the progress of ``total`` units of work; yield the function that counts one of them.
-
-    A terminal shows a bar. A log gets a line at most every tenth of the work and every
-    LINE_PAUSE_S seconds.
-    """
+    """Show progress, as a bar or in lines of a log; yield the function that counts a unit."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 

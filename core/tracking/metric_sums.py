@@ -23,10 +23,7 @@ class MetricSums:
             self.counts[name] += float(mask_N.sum())
 
     def add_value(self, name: str, value: float, *, counts: bool = True) -> None:
-        """Add a number of an optimizer step.
-
-        ``counts=False`` adds another partial sum to the same optimizer step.
-        """
+        """Add a number of an optimizer step, or with ``counts=False`` a further part of it."""
         self.sums[name] += value
         self.counts[name] += counts
 
