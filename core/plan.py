@@ -395,7 +395,7 @@ def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
 
 
 def length_notes(config: Config) -> list[str]:
-    """Return a line if sequences may be longer than the model's positions, and no data tell."""
+    """Return a note if sequences may exceed the model's positions, and the data are not here."""
     data = config.data
     model = config.actor_rollout_ref.model
     files = [*data.train_files, *data.val_files]

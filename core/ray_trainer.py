@@ -80,7 +80,8 @@ class RayPPOTrainer(Trainer):
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        # self.runner runs all coroutines on one event loop. The three are closed after the loop.
+        # self.runner runs all coroutines on one event loop. The workers, the agent loop and the
+        # reward layer are closed when the block ends.
         with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
@@ -133,7 +134,7 @@ class RayPPOTrainer(Trainer):
             self.estimator, inputs, token_shape, second=torch.Tensor
         )
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        # Only now: the estimator was given batch.reward and kl_rewards_N apart, and adds them.
+        # After the estimator, which itself adds kl_rewards_N to batch.reward
         if kl_rewards_N is not None:
             kl_rewards_B = sum_by_sequence(kl_rewards_N, batch.lengths)
             batch = batch.adding(reward=batch.reward + kl_rewards_B)
@@ -178,8 +179,9 @@ class RayPPOTrainer(Trainer):
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Of the groups after the step's last one, carry only those carried before: which new ones
-        # finished depends on timing. collect_ahead() still finds the new ones in self.collected.
+        # Groups beyond the step's last one are carried to the next step if they were carried into
+        # this one. New ones are not: which of them have finished depends on timing. Only
+        # collect_ahead(), which answers the others too, takes them from self.collected.
         carried_before = self.state.collect_state.carried
         next_state = self.collected.state
         carried = {
@@ -191,7 +193,7 @@ class RayPPOTrainer(Trainer):
         if self.steps_ahead(metrics.step) > 0 and not self.workers.generates_while_learning:
             with metrics.time("gen_ahead"):
                 self.set_collect_state(self.runner.run(self.collect_ahead()))
-        # Seconds of decoding and scoring since the last take(), which sets the clock to 0
+        # Seconds of decoding and of scoring in this step; take() sets the clock to 0
         busy_seconds = self.clock.take()
         metrics.add({f"timing_s/{activity}": s for activity, s in busy_seconds.items()})
         return self.collected.groups
@@ -264,8 +266,8 @@ class RayPPOTrainer(Trainer):
             self.set_collect_state(state_or_exception)
         else:
             self.ahead_failure = state_or_exception
-        # collect() emptied the clock, so it holds only the answering since then. What of it ran
-        # during the update cost no time; the wait after the update was measured.
+        # The clock has the seconds of answering since collect(), which set it to 0. Those of
+        # wait_ahead made the step longer. The others were hidden behind the update.
         answering_seconds = sum(self.clock.take().values())
         hidden_seconds = answering_seconds - metrics.values["timing_s/wait_ahead"]
         metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_seconds)})

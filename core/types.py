@@ -137,7 +137,7 @@ class Trajectory:
             raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
-        """Keep it short: asyncio's (3.11) text of a step's groups took longer than the groups."""
+        """Keep it short: asyncio (3.11) formats groups, which took longer than collecting them."""
         return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property

@@ -416,7 +416,7 @@ class Config(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Return the ranks that get sequences of their own, and share none with neighbours."""
+        """Return the number of ranks; those that share their sequences count once."""
         return max(self.learner_ranks // self.actor_rollout_ref.actor.together, 1)
 
     # -- where it runs --

@@ -193,7 +193,8 @@ def needs(name: str, value: Any = None) -> Condition:
         setting = operator.attrgetter(name)(start)
         return bool(setting) if value is None else setting == value
 
-    needed = name if "." in name else f"{{section}}.{name}"  # whoever prints it fills in {section}
+    # Whoever prints the condition fills in {section}
+    needed = name if "." in name else "{section}." + name
     if value is not None:
         needed += f"={value}"
     return Condition(holds, f"needs {needed}")
@@ -302,7 +303,7 @@ def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tup
             return schema.model_validate(tree), refused
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        # Key -> the rule it breaks. A list with several wrong items has several: the last counts
+        # Path of a key -> the rule it breaks: one rule, also for a list with several wrong items
         rules = {_key_path(schema, details["loc"]): _rule(details) for details in errors}
         for path, rule in rules.items():
             *section_names, name = path

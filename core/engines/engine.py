@@ -262,7 +262,7 @@ class RolloutEngine:
         return self.end_update(version)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group of ``size`` processes to which rank 0 broadcasts, as ``first_rank`` on."""
+        """Join the processes to which rank 0 broadcasts; devices count from ``first_rank``."""
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:

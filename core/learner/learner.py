@@ -272,13 +272,13 @@ class Actor(Policy):
     def selected_by_order(self, mini_batch: TrainBatch) -> Tensor:
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
 
-        ``mini_batch.selected`` is bool, or holds order numbers: above 0 for drawn tokens, below 0
-        for reserves, 0 for all others. If the loss replaces clipped tokens, the result is as many
-        unclipped tokens as were drawn on all ranks, or all if fewer: those with the highest
-        numbers, so drawn ones first, then reserves from -1 down.
+        ``mini_batch.selected`` is bool or, if the loss replaces clipped tokens, has a number for
+        each token: drawn tokens have positive ones, reserves negative ones, all others 0. The
+        result is then as many unclipped tokens as were drawn on all ranks, those of the highest
+        numbers: the drawn ones, and reserves from -1 down.
         """
-        order_N = mini_batch.selected  # bool, or order numbers: both are > 0 where drawn
-        drawn_N = order_N > 0
+        order_N = mini_batch.selected
+        drawn_N = order_N > 0  # also if it is bool
         # Before the first step the ratio is 1, unless the old log-probs are the engine's
         nothing_is_clipped = self.stepper.step_index == 0 and not self.bypass
         if not self.replaces_clipped or nothing_is_clipped:
@@ -289,7 +289,7 @@ class Actor(Policy):
         highest = order_N[unclipped_N].sort(descending=True).values[:drawn_on_all_ranks]
         highest_by_rank = torch.cat(self.ranks.gather(highest))
         chosen_numbers = highest_by_rank.sort(descending=True).values[:drawn_on_all_ranks]
-        # No two drawn or reserve tokens share a number, so each chosen number marks one token
+        # No two tokens share a number
         return torch.isin(order_N, chosen_numbers)
 
     def clipped(self, mini_batch: TrainBatch) -> Tensor:

@@ -235,7 +235,7 @@ def as_score(result: Any) -> Score:
 
 
 def _parts(fields: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the fields that are finite numbers, and others as texts. Raises ScoreError for acc."""
+    """Return finite numbers, and other fields as texts. Raises ScoreError if acc is no number."""
     parts: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, value in fields.items():

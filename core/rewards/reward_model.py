@@ -50,7 +50,7 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
 
 
 def load_classifier(model: RewardModelModelConfig) -> tuple[nn.Module, bool]:
-    """Load a classifier with one label; return it and if it labels tokens. Raises InputError."""
+    """Load a classifier of one label; return it and whether it labels tokens. Raises InputError."""
     import transformers
 
     path = resolve_path(model.path, PATH_KEY)

@@ -221,7 +221,7 @@ def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer
 
 
 def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
-    """Return a function's EXAMPLES, or the ground truth in the usual forms and no answer."""
+    """Return a function's EXAMPLES, or the ground truth in usual forms and an empty answer."""
     if scorer.examples:
         return tuple(response for response, _, _ in scorer.examples)
     gold = ground_truth

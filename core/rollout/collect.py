@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # a request to stop is noticed this late if no sample finishes before
-# may_begin() takes the keep rate as at least this: never more than wanted / 0.01 groups are in
-# flight, however large the limit is
+# may_begin() expects at least this keep rate, so at most wanted / 0.01 groups are in flight
 MIN_KEEP_RATE = 0.01
 
 
@@ -60,7 +59,7 @@ class Collected:
     state: CollectState
     metrics: Mapping[str, float]
     # The ordinals that collect_ahead answers for the steps to come
-    ahead_window: range = range(0)
+    ahead_window: range
 
 
 class Exhausted(InputError):
@@ -111,15 +110,15 @@ async def collect_groups(
                 after_group()
     finally:
         await groups.abort()
-    # No group that finishes later could have a lower ordinal than the chosen ones: all ordinals up
-    # to the last chosen one are decided, or all that were begun are
+    # All ordinals up to the last chosen one are decided (if too few groups passed, all that were
+    # begun). So no group that was aborted could have taken the place of a chosen one
     chosen = groups.passed(below=next_to_begin)[: limits.wanted]
     if len(chosen) == limits.wanted:
         next_ordinal = chosen[-1].prompt.ordinal + 1
     else:
         groups.report_exhausted(chosen)
         next_ordinal = next_to_begin
-    # Each step ahead is expected to go through as many ordinals as this step did
+    # Each of the next steps will probably go through as many ordinals as this one
     ordinals_per_step = next_ordinal - state.next_ordinal
     if ordinals_per_step > len(chosen):  # some were dropped: a tenth more, as a reserve
         ordinals_per_step += math.ceil(ordinals_per_step / 10)
@@ -237,10 +236,11 @@ class GroupsInProgress:
                 if isinstance(group, Dropped):
                     dropped += 1
                 continue
-            if group.version >= oldest_version:
+            is_new_enough = group.version >= oldest_version
+            if is_new_enough:
                 carried[ordinal] = group
-            # A new group outside the window is carried too, but the trainer drops it: a waste
-            if group.version < oldest_version or ordinal not in window:
+            # Groups outside the window are generated again when a step needs them
+            if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {
             "collect/prompts_drawn": self.drawn,

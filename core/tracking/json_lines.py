@@ -15,7 +15,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add the rows to the file, and all of them to the disk, or none. Raises OSError."""
+    """Add the rows to the file and sync it: all of them, or none. Raises OSError."""
     unwritten = memoryview("".join(map(json_line, rows)).encode())
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -57,7 +57,7 @@ def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Raises ValueError if a line but the last is damaged."""
+    """Return the rows of a file. Raises ValueError if a line before the last is damaged."""
     rows, damaged = intact_rows(path)
     if damaged:
         raise ValueError(f"{path}, {damaged[0]}")
