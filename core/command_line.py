@@ -24,17 +24,10 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
-from core.config import (
-    Composed,
-    Config,
-    code_by_path,
-    convert,
-    examine,
-    paths,
-    recipes,
-    registry,
-)
+from core.config import code_by_path, convert, paths, recipes, registry
+from core.config.composition import Composed, examine
 from core.config.defaults import has_accelerator, resolve
+from core.config.schema import Config
 from core.config.section import Limit, Problem, show
 from core.config.unused_keys import unused
 from core.dry_run import is_dry_run

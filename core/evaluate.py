@@ -34,8 +34,10 @@ from core.answers import (
     trajectory_of,
     write_manifest,
 )
-from core.config import Config, composition, convert, examine, recipes
+from core.config import composition, convert, recipes
+from core.config.composition import examine
 from core.config.paths import is_local
+from core.config.schema import Config
 from core.config.section import show
 from core.dry_run import is_dry_run
 from core.errors import InputError, OutOfMemory, WorkersLost, printable

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core import plan_time
-from core.config import compose, registry
+from core.config import registry
+from core.config.composition import compose
 from core.config.defaults import has_accelerator
 from core.config.paths import cluster_address, is_local
 from core.config.schema import Config, TrainerConfig

@@ -47,7 +47,8 @@ def train(
     line. Raises InputError where the command line refuses, and SystemExit where it ends a run.
     """
     from core import command_line
-    from core.config import examine, recipes
+    from core.config import recipes
+    from core.config.composition import examine
     from core.errors import InputError
 
     settings = {

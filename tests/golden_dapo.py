@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError
 from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect_groups
 from core.types import Prompt, ScoredGroup, Stop, Trajectory

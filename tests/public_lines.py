@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from core.command_line import all_problems
-from core.config import Composed, examine
+from core.config.composition import Composed, examine
 
 FOLDER = Path(__file__).parent / "commands"
 COMPOSES, MENDED, ABSENT, OPEN = "composes", "mended by the advice", "not here", "open"

@@ -170,7 +170,7 @@ def test_composing_scoring_and_reporting_load_no_heavy_package():
     program = """
 import sys
 from core import plan
-from core.config import compose
+from core.config.composition import compose
 from reward_scores import SCORERS
 import core.data.prompts, core.rewards, results.reporting.run_report
 compose('grpo', ['actor_rollout_ref.rollout.n=4'])

@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from core.config import Config, convert, registry
+from core.config import convert, registry
 from core.config.code_by_path import load_object
+from core.config.schema import Config
 from core.errors import InputError, printable
 
 BAR_DELAY_S = 2.0  # work that ends sooner needs no progress bar

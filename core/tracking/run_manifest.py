@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.provenance import package_versions
-from core.config import Config, convert, paths
+from core.config import convert, paths
 from core.config.defaults import resolve
+from core.config.schema import Config
 from core.errors import InputError
 from core.files import file_sha256, is_url, local_path
 from core.secret_keys import command_line

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.config import Config, to_yaml
+from core.config.convert import to_yaml
 from core.config.paths import recipe_of, run_folder
+from core.config.schema import Config
 from core.errors import WriteFailed, write_failed, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest

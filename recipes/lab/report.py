@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from core.config import examine
+from core.config.composition import examine
 from core.config.paths import run_folder
 from core.errors import printable
 from results.reporting.run_reader import NotARun, load_run

@@ -69,7 +69,7 @@ def visited(*overrides: str) -> list[str]:
 
     The lab's base model must be there.
     """
-    from core.config import compose
+    from core.config.composition import compose
     from core.ray_trainer import RayPPOTrainer
 
     files: dict[str, None] = {}

@@ -21,7 +21,8 @@ from typing import Any
 import yaml
 
 from core.checkpoint.store import CheckpointStore
-from core.config import Config, paths
+from core.config import paths
+from core.config.schema import Config
 from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT

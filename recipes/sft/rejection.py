@@ -31,7 +31,7 @@ from core.answers import (
     trajectory_of,
     write_manifest,
 )
-from core.config import examine
+from core.config.composition import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
 from core.dry_run import is_dry_run

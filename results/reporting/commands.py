@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from core.config import Config, convert, examine, recorded
+from core.config import convert, recorded
+from core.config.composition import examine
+from core.config.schema import Config
 from core.config.section import BOOKKEEPING
 from core.tracking.run_manifest import ROOT
 from results.reporting.run_reader import RecordedRun

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import Config, compose
+from core.config.composition import compose
+from core.config.schema import Config
 from core.errors import InputError
 
 PRINT_WORDS = """

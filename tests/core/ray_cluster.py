@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.config import compose
+from core.config.composition import compose
 from core.config.schema import Config
 from core.types import TrainBatch
 from tests.padded import batch_of_padded

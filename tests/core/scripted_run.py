@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from core.config import compose
+from core.config.composition import compose
 from core.engines.engine import SampleRequest
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch

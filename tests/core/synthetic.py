@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from core.config import Config, convert
+from core.config import convert
 from core.config.defaults import resolve
+from core.config.schema import Config
 from core.tracking.tracker import Tracker
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import StepMetrics

@@ -16,7 +16,8 @@ import pytest
 
 from core import evaluate
 from core.answers import read_answers
-from core.config import compose, convert, examine
+from core.config import convert
+from core.config.composition import compose, examine
 from core.data import vocabulary
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from core import files
 from core.checkpoint.provenance import base_of
 from core.checkpoint.store import CheckpointStore, RemoteCopy
-from core.config import compose, paths
+from core.config import paths
+from core.config.composition import compose
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
 from core.evaluate import request

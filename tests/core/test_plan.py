@@ -12,7 +12,8 @@ import torch
 
 from core import plan, plan_time
 from core.command_line import prepare
-from core.config import compose, convert, examine, recipes
+from core.config import convert, recipes
+from core.config.composition import compose, examine
 from core.errors import InputError
 from core.model_shapes import TABLE, Shape, shape_of
 from core.plan import Plan, block_bytes, head_bytes, plan_lines

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from core.config import compose
+from core.config.composition import compose
 from core.ray_trainer import RayPPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted

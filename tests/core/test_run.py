@@ -15,7 +15,7 @@ import yaml
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
-from core.config import examine
+from core.config.composition import examine
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 from tests.dates import passing_days

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from core.cluster.fsdp import ProcessRanks, reshard, shard
-from core.config import compose
+from core.config.composition import compose
 from core.learner import log_probs
 from core.learner.batching import MicroBatchSize, mini_batching
 from core.learner.learner import Actor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.cluster.workers import LocalWorkers
-from core.config import compose
+from core.config.composition import compose
 from core.config.schema import Config
 from core.tracking.metric_sums import MetricSums
 from recipes.sft.demonstrations import Demonstration, demonstration_batch

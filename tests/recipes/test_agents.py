@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import compose
+from core.config.composition import compose
 from core.engines.engine import SamplingParams
 from core.rollout.agent_loop import EpisodeLimits, TrajectorySampler, make_agent_loop
 from core.types import Prompt

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.algorithm.advantages import AdvantageInputs, grpo
-from core.config import compose, examine
+from core.config.composition import compose, examine
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 from tests.core.ray_cluster import local_ray
 from tests.recipes.test_search_r1 import files as search_files  # noqa: F401

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from core.config import compose
+from core.config.composition import compose
 from core.learner.batching import MicroBatchSize, make_batch, mini_batches
 from core.learner.learner import Actor
 from core.ray_trainer import RayPPOTrainer

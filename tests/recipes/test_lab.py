@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.tracking.run_manifest import hardware
 from recipes.lab import base_model, hops, maze, prepare, report
 from recipes.lab.base_model import BaseModelError

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.engines.engine import SamplingParams
 from core.rollout.agent_loop import Episode, EpisodeLimits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop

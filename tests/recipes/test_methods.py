@@ -9,7 +9,7 @@ import torch
 
 from core.algorithm.advantages import AdvantageInputs
 from core.algorithm.losses import LossInputs
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError
 from core.types import Prompt, ScoredGroup, StepMetrics, Stop, TrainBatch, Trajectory
 from recipes.asymre.asymre_ray_trainer import RayAsymRETrainer

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.config import compose, paths
+from core.config import paths
+from core.config.composition import compose
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from recipes.opd.opd_ray_trainer import RayOPDTrainer, token_reward

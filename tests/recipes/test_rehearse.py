@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from core.config import examine
+from core.config.composition import examine
 from recipes.launch import rehearse
 from recipes.launch.rehearse import Rehearsal, shrunk
 from recipes.launch.strikes import PHASES, Strikes, hang_itself, kill_itself

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import convert, examine
+from core.config import convert
+from core.config.composition import examine
 from results.reporting.run_scripts import PRINT_WORDS, read_script
 
 ROOT = Path(__file__).resolve().parents[2]

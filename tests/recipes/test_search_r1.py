@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import loss_weights
-from core.config import compose, examine
+from core.config.composition import compose, examine
 from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch

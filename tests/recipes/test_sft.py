@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from core import evaluate
-from core.config import compose, examine
+from core.config.composition import compose, examine
 from core.data.prompts import question_hash
 from core.errors import InputError
 from core.learner.models import load_policy

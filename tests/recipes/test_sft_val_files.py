@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.command_line import open_files
-from core.config import examine
+from core.config.composition import examine
 from recipes.sft.main_sft import TRAINER
 from tests.recipes.sft_data import chats, prepare, settings, write_rows
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import Config, compose, to_yaml
+from core.config.composition import compose
+from core.config.convert import to_yaml
+from core.config.schema import Config
 from core.tracking.metrics import PARTS, REST
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import validation_metrics

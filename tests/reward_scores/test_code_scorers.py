@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, sandbox_fusion, scorer_for, unit_tests
 from reward_scores.sandbox.sandbox import SandboxUnavailable

@@ -9,7 +9,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from core.config import compose
+from core.config.composition import compose
 from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import scorer_options

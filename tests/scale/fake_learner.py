@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
-from core.config import Config, compose
+from core.config.composition import compose
+from core.config.schema import Config
 from core.learner import learner, log_probs, packing, passes, step_models
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS

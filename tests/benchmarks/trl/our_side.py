@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from core.config import compose
+from core.config.composition import compose
 from core.ray_trainer import RayPPOTrainer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.command_line import all_problems
-from core.config import examine
+from core.config.composition import examine
 
 CORRECTION = "algorithm.rollout_correction"
 

@@ -12,7 +12,7 @@ import torch
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.correction_bounds import Bounds, criteria
-from core.config import compose
+from core.config.composition import compose
 from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.ray_trainer import RayPPOTrainer
 from tests.faults.tiny_run import command, prepare
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from core.checkpoint.provenance import base_of, check_resume
-from core.config import compose
+from core.config.composition import compose
 from core.config.convert import as_json
 from core.errors import InputError
 from tests.checkpoints import RUN

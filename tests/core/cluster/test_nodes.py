@@ -17,7 +17,7 @@ from core import command_line
 from core.cluster import node_report, ray_nodes, ray_pools
 from core.cluster.ray_nodes import differences, named_files, own_packages, start_problems
 from core.cluster.ray_watch import Place, Watch, innermost
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError, NoRoom, WorkersLost, WriteFailed, listed, message_of
 from core.secret_keys import HIDDEN
 from tests.core.ray_cluster import cluster_config

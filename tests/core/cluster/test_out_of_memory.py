@@ -12,7 +12,7 @@ import torch
 
 from core.cluster.workers import LocalWorkers
 from core.command_line import work
-from core.config import compose
+from core.config.composition import compose
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, out_of_memory
 from core.learner import step_models

@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from core.command_line import train
-from core.config import Config, compose
+from core.config.composition import compose
+from core.config.schema import Config
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.ray_cluster import local_ray
 from tests.faults.tiny_run import command, prepare

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group_table
 from core.cluster import ray_pools
 from core.cluster.ray_pools import Pool, reserve
 from core.cluster.ray_processes import LearnerProcess
-from core.config import compose
+from core.config.composition import compose
 from core.errors import NoRoom
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
 

@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from core.command_line import choices
-from core.config import compose, composition, convert, examine, recipes, recorded
+from core.config import composition, convert, recipes, recorded
+from core.config.composition import compose, examine
 from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
 from core.config.section import OWN_CODE_HINT

@@ -13,18 +13,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from core.config import (
-    Config,
-    compose,
-    convert,
-    examine,
-    recipes,
-    recorded,
-    registry,
-    to_yaml,
-)
+from core.config import convert, recipes, recorded, registry
 from core.config.code_by_path import load_object
+from core.config.composition import compose, examine
+from core.config.convert import to_yaml
 from core.config.defaults import resolve
+from core.config.schema import Config
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY
 from core.errors import InputError
 from results.reporting.run_reader import read_yaml
@@ -334,7 +328,7 @@ def test_what_is_recorded_is_the_same_when_it_is_completed():
 
 def test_composing_and_help_import_nothing_heavy():
     code = (
-        "import sys\nfrom core.command_line import help_text\nfrom core.config import compose\n"
+        "import sys\nfrom core.command_line import help_text\nfrom core.config.composition import compose\n"
         "compose('grpo', ['data.seed=1']); help_text('grpo', [], ['clip'])\n"
         "print([m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
     )

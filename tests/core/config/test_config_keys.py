@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from core.config import Config, compose, convert, examine, paths, unknown_keys
+from core.config import convert, paths, unknown_keys
+from core.config.composition import compose, examine
+from core.config.schema import Config
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import examine, rules
+from core.config import rules
+from core.config.composition import examine
 from core.config.unused_keys import unused
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from core.config import compose, convert, defaults, examine
+from core.config import convert, defaults
+from core.config.composition import compose, examine
 
 ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 FULL = [f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]

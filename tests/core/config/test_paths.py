@@ -9,8 +9,10 @@ import torch
 from core import command_line
 from core.cluster import ray_pools
 from core.command_line import prepare
-from core.config import Config, compose, paths
+from core.config import paths
+from core.config.composition import compose
 from core.config.paths import address_problem, cluster_address
+from core.config.schema import Config
 from core.errors import InputError
 from tests.core import scripted_run
 

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from core.checkpoint.provenance import Provenance, check_resume
-from core.config import convert, examine, recipes, to_yaml
+from core.config import convert, recipes
+from core.config.composition import examine
+from core.config.convert import to_yaml
 from core.config.section import show
 from core.errors import InputError, OutOfMemory, WorkersLost
 from core.secret_keys import (

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import Config, convert, examine, recipes
+from core.config import convert, recipes
+from core.config.composition import examine
+from core.config.schema import Config
 from core.config.unknown_keys import of_trl
 from core.config.verl_names import CONVERSIONS, Line, read, read_value, table
 

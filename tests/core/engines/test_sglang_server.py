@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.config import compose
+from core.config.composition import compose
 from core.engines import sglang
 from core.engines.engine import make_engine
 from core.engines.sglang import SGLangEngine, SGLangServer, problems

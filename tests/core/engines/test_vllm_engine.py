@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make setup says why", allow_module_level=True)
 
 from core.cluster.workers import LocalWorkers
-from core.config import compose
+from core.config.composition import compose
 from core.engines import vllm
 from core.engines.engine import make_engine
 from core.engines.vllm import VLLMEngine, engine_arguments

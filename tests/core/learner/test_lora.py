@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from core.checkpoint.provenance import base_of
 from core.cluster.workers import LocalWorkers
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError
 from core.export import main as export
 from core.learner.lora import add_adapters, base_only, layers, merged_weights, trained_weights

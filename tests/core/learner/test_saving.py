@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from core.config import compose
+from core.config.composition import compose
 from core.config.training_keys import ModelConfig
 from core.errors import InputError
 from core.export import export, find_checkpoint, main

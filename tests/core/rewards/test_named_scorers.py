@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError
 from core.rewards.grading import Job
 from core.rewards.layer import RewardLayer

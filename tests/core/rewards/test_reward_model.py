@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from core.cluster.ray_engine import REWARD_MODEL
-from core.config import compose
+from core.config.composition import compose
 from core.config.schema import (
     CustomRewardFunctionConfig,
     RewardModelConfig,

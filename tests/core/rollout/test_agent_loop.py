@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import compose
+from core.config.composition import compose
 from core.data.draw_order import sampling_seed
 from core.engines.engine import SamplingParams
 from core.errors import InputError

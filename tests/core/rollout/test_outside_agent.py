@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.engines.engine import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import EpisodeLimits, TrajectorySampler, make_agent_loop

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.config import compose
+from core.config.composition import compose
 from core.data.parquet import Example
 from core.data.prompts import PromptFiles, PromptStream
 from core.engines.engine import SamplingParams

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.config import Config, examine
+from core.config.composition import examine
+from core.config.schema import Config
 from core.errors import InputError
 from core.tracking import loggers
 from core.tracking.json_lines import read_jsonl

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from core.config import compose
+from core.config.composition import compose
 from core.tracking import loggers
 from core.tracking.loggers import progress
 from core.tracking.metrics import PARTS, REST, BusyClock, data_metrics, progress_metrics, time_parts

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.config import compose, to_yaml
+from core.config.composition import compose
+from core.config.convert import to_yaml
 from core.config.defaults import resolve
 from core.errors import InputError
 from core.tracking import run_manifest

@@ -11,7 +11,7 @@ import torch
 
 from core import export
 from core.checkpoint.run_state import load_tensors
-from core.config import compose
+from core.config.composition import compose
 from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
