@@ -151,11 +151,7 @@ class LearnerRank:
 
     @torch.no_grad()
     def save(self, folder: str) -> dict[str, str]:
-        """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts.
-
-        All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote
-        and put on disk.
-        """
+        """Write a folder and optimizer a model; all ranks must call it. Return file -> SHA-256."""
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         written = {}

@@ -275,11 +275,7 @@ def load_optimizer(
     folder: Path,
     place: Callable[[nn.Parameter, Tensor], Tensor] | None = None,
 ) -> None:
-    """Load the optimizer of ``actor/`` or ``critic/``, whether one process or several wrote it.
-
-    ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises
-    DamagedCheckpoint.
-    """
+    """Load an optimizer; ``place`` returns a rank's part of a tensor. Raises DamagedCheckpoint."""
     from safetensors.torch import load_file
 
     trained = trained_weights(model.module)

@@ -6,6 +6,7 @@
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,12 +47,12 @@ class Placement(Protocol):
         """Return a context in which a model can compute, and its optimizer if it ``updates``."""
 
 
+@dataclass
 class WholeModels:
     """Models that are whole in this process."""
 
-    def __init__(self, config: Config, device: torch.device):
-        self.config = config
-        self.device = device
+    config: Config
+    device: torch.device
 
     def place(self, name: str, load: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
         return load(False).to(self.device)

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -41,12 +42,12 @@ SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 PR_SET_PDEATHSIG = 1
 
 
+@dataclass
 class InProcess:
     """Grades in this process; scorers whose libraries may not finish grade in ``pool``."""
 
-    def __init__(self, scorers: Scorers, pool: GraderPool):
-        self.scorers = scorers
-        self.pool = pool
+    scorers: Scorers
+    pool: GraderPool
 
     async def run(self, job: Job) -> Score | Failure:
         try:

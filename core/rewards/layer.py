@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from core.config.schema import Config, RewardModelConfig
@@ -107,13 +108,7 @@ class RewardLayer:
         )
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Score an answer.
-
-        The reward model scores an example of style ``model``. The scorer scores any other example,
-        and ``reward_model.weight`` times the model's number is added. An episode that failed
-        (``Trajectory.failure``) has no score, as if its scorer had failed. Raises RewardError only
-        with ``on_error=raise``.
-        """
+        """Score an answer by a scorer, a model, or both. Raises RewardError with on_error=raise."""
         job = self.job(prompt, trajectory)
         result = await self._result(job, prompt, trajectory)
         if not isinstance(result, Failure):
@@ -188,16 +183,16 @@ class RewardLayer:
             self.judge.close()
 
 
+@dataclass
 class Failures:
     """Counts answers, and those without a score; warns of the first failure."""
 
-    def __init__(self) -> None:
-        # Since the last rate
-        self.answers = 0
-        self.failed = 0
-        # Reports of failures
-        self.first = ""
-        self.latest = ""
+    # Since the last rate
+    answers: int = 0
+    failed: int = 0
+    # Reports of failures
+    first: str = ""
+    latest: str = ""
 
     def count(self, report: str) -> None:
         """Count an answer. ``report`` is the reason why it has no score, empty if it has one."""

@@ -108,26 +108,17 @@ class Completion:
         return message["content"][len(self.text) :] if begins else None
 
 
+@dataclass(eq=False)
 class ChatSession:
-    """The completions of one episode. All methods run on the event loop of the run.
+    """The completions of one episode, within ``most_tokens`` and ``most_turns``, on one loop."""
 
-    ``most_tokens`` bounds the prompt and response of a trajectory together, ``most_turns`` the
-    number of completions.
-    """
+    root: Episode
+    frames: ChatFrames
+    encoder: Encoder
+    most_tokens: int
+    most_turns: int | None
 
-    def __init__(
-        self,
-        root: Episode,
-        frames: ChatFrames,
-        encoder: Encoder,
-        most_tokens: int,
-        most_turns: int | None,
-    ):
-        self.root = root
-        self.frames = frames
-        self.encoder = encoder
-        self.most_tokens = most_tokens
-        self.most_turns = most_turns
+    def __post_init__(self) -> None:
         self.home = asyncio.get_running_loop()
         self.completions: list[Completion] = []
         self.episodes: list[Episode] = []  # the trajectories

@@ -130,24 +130,21 @@ async def collect_groups(
     return groups.result(chosen, range(next_ordinal, end), oldest_version)
 
 
+@dataclass
 class GroupsInProgress:
     """The groups of one collection: in flight, or decided, which means kept or dropped."""
 
-    def __init__(
-        self,
-        generate_group: GenerateGroup,
-        keep_group: KeepGroup,
-        state: CollectState,
-        limits: CollectLimits,
-    ):
-        self.generate_group = generate_group
-        self.keep_group = keep_group
-        self.state = state
-        self.limits = limits
-        self.decided: dict[int, ScoredGroup | Dropped] = dict(state.carried)
-        self.in_flight: dict[asyncio.Task, int] = {}  # task -> ordinal
-        # Prompts drawn for this step. A carried group counts when the step reaches its ordinal.
-        self.drawn = 0
+    generate_group: GenerateGroup
+    keep_group: KeepGroup
+    state: CollectState
+    limits: CollectLimits
+    decided: dict[int, ScoredGroup | Dropped] = field(init=False)
+    in_flight: dict[asyncio.Task, int] = field(default_factory=dict)  # task -> ordinal
+    # Prompts drawn for this step. A carried group counts when the step reaches its ordinal.
+    drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.decided = dict(self.state.carried)
 
     def begin(self, ordinal: int) -> None:
         """Begin a group, unless it is decided already."""

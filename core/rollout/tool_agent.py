@@ -16,7 +16,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,11 +52,7 @@ class Call:
 
 
 def parse_calls(text: str, thinking: bool = False) -> list[Call]:
-    """Return the calls of a turn: JSON with ``name`` and ``arguments`` in ``<tool_call>``.
-
-    Calls count behind the closed thought, as in vLLM's and SGLang's parsers. ``thinking`` tells
-    that the turn's context ends with an open ``<think>``.
-    """
+    """Return the calls behind a turn's closed thought; ``thinking``: the prompt opened one."""
     calls = []
     for content in between(behind_thought(text, thinking), "tool_call"):
         try:
@@ -78,24 +74,17 @@ def behind_thought(text: str, thinking: bool) -> str:
     return "" if is_open else text
 
 
+@dataclass(eq=False)
 class Instance:
     """A tool or a simulated user in one episode; ``kwargs`` are the example's, by method."""
 
-    def __init__(
-        self,
-        owner: BaseTool | BaseInteraction,
-        kwargs: Mapping[str, Any],
-        episode: Episode,
-        calls: UntrustedCalls,
-        timeout_s: float,
-    ):
-        self.owner = owner
-        self.episode = episode
-        self.calls = calls
-        self.timeout_s = timeout_s
-        self.kwargs = copy.deepcopy(dict(kwargs))  # a tool may change what it is given
-        self.id = str(uuid.uuid4())
-        self.failure: Exception | None = None  # it could not begin
+    owner: BaseTool | BaseInteraction
+    kwargs: Mapping[str, Any]
+    episode: Episode
+    calls: UntrustedCalls
+    timeout_s: float
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    failure: Exception | None = None  # it could not begin
 
     async def call(self, name: str, *args: Any, counted: bool = False) -> Any:
         """Return what a method returns; ``counted``: the policy made the call."""
@@ -221,8 +210,9 @@ class ToolAgentLoop(AgentLoop):
     def instance(
         self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode
     ) -> Instance:
+        own_kwargs = copy.deepcopy(dict(kwargs))  # a tool may change what it is given
         calls = self.calls[id(owner)]
-        return Instance(owner, kwargs, episode, calls, self.options.tool_timeout_s)
+        return Instance(owner, own_kwargs, episode, calls, self.options.tool_timeout_s)
 
     async def attempt(self, tool: Instance, method: str) -> None:
         """Call a tool's method at the begin or end of an episode. What it raises is its failure."""
