@@ -34,11 +34,11 @@ def one_line(text: str) -> str:
 LISTED = 5  # nodes or processes that a message names
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], shown: int = LISTED) -> str:
     """Return the first names, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"{', '.join(names[:LISTED])}{more}"
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 class InputError(ValueError):
@@ -74,10 +74,7 @@ class Problems:
         for (where, rule, fix), rows in self.rows.items():
             if rows:
                 noun = "row" if len(rows) == 1 else "rows"
-                names = ", ".join(rows[: self.shown])
-                if len(rows) > self.shown:
-                    names += f" and {len(rows) - self.shown} more"
-                rule += f" in {len(rows)} {noun} ({names})"
+                rule += f" in {len(rows)} {noun} ({listed(rows, self.shown)})"
             lines.append(f"{where}: {rule}; {fix}")
         return lines
 

@@ -122,38 +122,37 @@ class Stretch:
     kept: KeptSets | None = None  # the ids that truncation kept, if they are replayed
 
 
+@dataclass(eq=False, repr=False)
 class Episode:
     """One sample of one prompt while it grows."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        sample_index: int,
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
-        sampler: TrajectorySampler,
-        first_turn: int = 0,
-    ):
-        """Begin with no turn. ``first_turn`` sets the seeds apart from other trajectories'."""
-        self.prompt = prompt
-        self.sample_index = sample_index
-        self.sampling = sampling
-        self.limits = limits
-        self.sampler = sampler
-        # The first turn's seed, which no other sample of the run has
-        self.seed = sampling_seed(sampler.run_seed, prompt.ordinal, sample_index, first_turn)
-        self.first_turn = first_turn
-        self.turns = 0  # of the policy
-        self.tool_calls = 0  # made through call()
-        self.user_scores: list[float] = []  # scores that simulated users gave to the policy's turns
-        self.tool_rewards: list[float] = []  # rewards that tools gave to the policy's calls
-        # Why the last turn ended; LENGTH once something did not fit
-        self.stop: Stop | None = None
-        # Why the episode cannot be scored: something around the policy failed
-        self.failure = ""
-        self._stretches: list[Stretch] = []
-        self._oldest_version: int | None = None
-        self._is_full = False
+    prompt: Prompt
+    sample_index: int
+    sampling: SamplingParams
+    limits: EpisodeLimits
+    sampler: TrajectorySampler
+    first_turn: int = 0  # sets the seeds apart from those of other trajectories
+    turns: int = 0  # of the policy
+    tool_calls: int = 0  # made through call()
+    user_scores: list[float] = field(default_factory=list)  # of the policy's turns
+    tool_rewards: list[float] = field(default_factory=list)  # of the policy's calls
+    # Why the last turn ended; LENGTH once something did not fit
+    stop: Stop | None = None
+    # Why the episode cannot be scored: something around the policy failed
+    failure: str = ""
+    _stretches: list[Stretch] = field(default_factory=list)
+    _oldest_version: int | None = None
+    _is_full: bool = False
+
+    @property
+    def seed(self) -> int:
+        """The first turn's seed, which no other sample of the run has."""
+        return self._seed_of_turn(0)
+
+    def _seed_of_turn(self, turn: int) -> int:
+        run_seed = self.sampler.run_seed
+        number = self.first_turn + turn
+        return sampling_seed(run_seed, self.prompt.ordinal, self.sample_index, number)
 
     @property
     def written(self) -> int:
@@ -210,11 +209,12 @@ class Episode:
             max_tokens=min(self.left, self.limits.turn, max_tokens or self.left),
             stop=(*self.sampling.stop, *stop),
         )
-        run_seed = self.sampler.run_seed
-        number = self.first_turn + self.turns
-        seed = sampling_seed(run_seed, self.prompt.ordinal, self.sample_index, number)
         request = SampleRequest(
-            tuple(self.context), sampling, seed, episode=self.seed, media=self.prompt.media
+            prompt_ids=tuple(self.context),
+            sampling=sampling,
+            seed=self._seed_of_turn(self.turns),
+            episode=self.seed,
+            media=self.prompt.media,
         )
         turn = await self.sampler.engine.sample(request)
         segment = Segment("policy", turn.response_text)

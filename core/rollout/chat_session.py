@@ -108,7 +108,7 @@ class Completion:
         return message["content"][len(self.text) :] if begins else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ChatSession:
     """The completions of one episode, within ``most_tokens`` and ``most_turns``, on one loop."""
 

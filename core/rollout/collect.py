@@ -130,7 +130,7 @@ async def collect_groups(
     return groups.result(chosen, range(next_ordinal, end), oldest_version)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GroupsInProgress:
     """The groups of one collection: in flight, or decided, which means kept or dropped."""
 

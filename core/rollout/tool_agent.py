@@ -74,7 +74,7 @@ def behind_thought(text: str, thinking: bool) -> str:
     return "" if is_open else text
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Instance:
     """A tool or a simulated user in one episode; ``kwargs`` are the example's, by method."""
 
