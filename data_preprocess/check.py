@@ -13,13 +13,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from core.data.parquet import Example, ExampleFile, sha256_of
+from core.data.parquet import Example, ExampleFile
 from core.data.prompts import Encoder
 from core.data.vocabulary import ChatError
 from core.errors import InputError, Problems, printable
+from core.files import file_sha256, local_path
 
 
 @dataclass
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             findings = inspect(path, encoder, args.prompt_key, args.reward_fn_key, args.any_source)
             problems = findings.problems.lines()
-            print(f"{path}\n  sha256        {sha256_of(path)}")
+            print(f"{path}\n  sha256        {file_sha256(Path(local_path(path)).expanduser())}")
             print(printable("\n".join(_report(findings, args.max_prompt_length))))
         except InputError as error:
             findings = Findings()

@@ -29,7 +29,7 @@ import numpy as np
 
 from core.data.vocabulary import Message
 from core.errors import InputError, Problems
-from core.files import file_sha256, is_url, local_path
+from core.files import is_url, local_path
 from core.vision.pictures import MediaError, StoredPicture, stored_picture
 
 log = logging.getLogger(__name__)
@@ -227,11 +227,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return value
-
-
-def sha256_of(path: str | Path) -> str:
-    """Return the hash of a file, which may be at a URL, as manifests record it."""
-    return file_sha256(Path(local_path(str(path))).expanduser())
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

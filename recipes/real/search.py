@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.files import write_atomic
+from core.files import file_sha256, write_atomic
 from data_preprocess.open_qa import make_qa_row
 from data_preprocess.schema import Written
 from recipes.real.passages import (
@@ -83,4 +82,4 @@ def write_corpus(path: Path) -> Written:
     """Write the passages as JSON lines of ``id`` and ``contents``."""
     lines = [json.dumps({"id": str(at), "contents": text}) for at, text in enumerate(corpus())]
     write_atomic(path, "\n".join(lines) + "\n")
-    return Written(path, len(lines), sha256_of(path))
+    return Written(path, len(lines), file_sha256(path))

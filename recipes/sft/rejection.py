@@ -33,10 +33,9 @@ from core.answers import (
 )
 from core.config.composition import examine
 from core.data.draw_order import permutation
-from core.data.parquet import sha256_of
 from core.dry_run import is_dry_run
 from core.errors import InputError
-from core.files import replacing, written_here
+from core.files import file_sha256, replacing, written_here
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop
@@ -90,7 +89,7 @@ def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[
     """Return answers, a record of scores for each question, and the questions by their ordinals."""
     scored = read_manifest(scores, "scores")
     source = scores.with_name(scored["answers"])
-    if not source.is_file() or sha256_of(source) != scored["answers_sha256"]:
+    if not source.is_file() or file_sha256(source) != scored["answers_sha256"]:
         raise InputError(
             f"{source}: is not the file that {scores.name} scores; score it anew, or restore it"
         )
@@ -136,7 +135,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, origin: Mapping[str, An
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-    head = {"kind": "demonstrations", "format": FORMAT, **origin, "sha256": sha256_of(path)}
+    head = {"kind": "demonstrations", "format": FORMAT, **origin, "sha256": file_sha256(path)}
     head["session"] = run_manifest.session()
     write_manifest(path, head)
 

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from core.answers import read_manifest, refuse_unscored
-from core.data.parquet import sha256_of
 from core.dry_run import is_dry_run
 from core.errors import InputError, printable
 from core.evaluate import score
-from core.files import write_atomic
+from core.files import file_sha256, write_atomic
 from core.tracking.json_lines import read_jsonl
 from core.tracking.validation import (
     Estimate,
@@ -250,7 +249,7 @@ def lenient(strict: Summary) -> Summary | None:
     answers = strict.path.with_name(strict.manifest["answers"])
     label = f"{strict.manifest['scorer']}-lenient"
     path = strict.path.with_name(f"{answers.stem}.scores-{label}.jsonl")
-    if not answers.exists() or sha256_of(answers) != strict.manifest["answers_sha256"]:
+    if not answers.exists() or file_sha256(answers) != strict.manifest["answers_sha256"]:
         raise InputError(
             f"{strict.path}: {answers} is gone or another file; score its answers again"
         )
