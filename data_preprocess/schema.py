@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.data.parquet import ExampleFile, sha256_of
+from core.data.parquet import ExampleFile
 from core.errors import InputError, Problems
-from core.files import replacing
+from core.files import file_sha256, replacing
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
     with replacing(path) as partial:
         pq.write_table(table, partial)
         _verify(partial, path)
-    return Written(path, len(rows), sha256_of(path))
+    return Written(path, len(rows), file_sha256(path))
 
 
 def _verify(part: Path, path: Path) -> None:

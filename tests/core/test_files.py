@@ -18,11 +18,11 @@ from core.checkpoint.provenance import base_of
 from core.checkpoint.store import CheckpointStore, RemoteCopy
 from core.config import paths
 from core.config.composition import compose
-from core.data.parquet import ExampleFile, sha256_of
+from core.data.parquet import ExampleFile
 from core.errors import InputError
 from core.evaluate import request
 from core.export import main as export
-from core.files import inside, local_path, replacing
+from core.files import file_sha256, inside, local_path, replacing
 from core.learner.models import WEIGHT_FILES, load_tokenizer
 from results.report import main as report
 from tests import remote_places
@@ -193,7 +193,7 @@ def test_examples_tokenizers_and_bases_of_a_url_are_those_of_the_files(tmp_path,
         there.example(3).prompt == here.example(3).prompt
         and there.example(3).where == f"{rows} row 3"
     )
-    assert sha256_of(rows) == sha256_of(str(made / "train.parquet"))
+    assert file_sha256(Path(local_path(rows))) == file_sha256(made / "train.parquet")
     load_tokenizer(compose("grpo", [f"actor_rollout_ref.model.path={url}"]).actor_rollout_ref.model)
     assert not list(copies.rglob("*.safetensors")), "a tokenizer needs no weights"
     assert base_of(url) == base_of(str(made / "model"))
@@ -245,7 +245,7 @@ def test_a_run_folder_on_s3_is_gone_on_with_on_another_machine(s3, tmp_path, cop
     model, rows = (put(made / name, f"{BUCKET}/{name}") for name in ("model", "train.parquet"))
     assert contents(local_path(model)) == contents(made / "model")
     assert (
-        sha256_of(rows) == sha256_of(str(made / "train.parquet"))
+        file_sha256(Path(local_path(rows))) == file_sha256(made / "train.parquet")
         and ExampleFile(rows).example(3).prompt
     )
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from core.data.parquet import sha256_of
+from core.files import file_sha256
 from data_preprocess import gsm8k
 from data_preprocess.check import main
 from data_preprocess.cli import run
@@ -44,7 +44,7 @@ def test_a_good_file(files, tokenizer, capsys):
     first = out[: out.index(test)].split("\n")
     assert first[:5] == [
         train,
-        f"  sha256        {sha256_of(train)}",
+        f"  sha256        {file_sha256(train)}",
         "  rows          8",
         "  data sources  openai/gsm8k 8",
         "  prompts       chat 8; 8 different",

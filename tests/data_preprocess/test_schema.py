@@ -3,8 +3,9 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import ExampleFile, sha256_of
+from core.data.parquet import ExampleFile
 from core.errors import InputError, Problems
+from core.files import file_sha256
 from data_preprocess.schema import make_row, write_rows
 
 
@@ -14,7 +15,7 @@ def rows(count=3):
 
 def test_what_is_written_reads_back(tmp_path):
     written = write_rows(tmp_path / "new" / "train.parquet", rows())
-    assert (written.rows, written.sha256) == (3, sha256_of(written.path))
+    assert (written.rows, written.sha256) == (3, file_sha256(written.path))
     assert str(written) == f"{written.path}: 3 rows, sha256 {written.sha256}"
     assert pq.read_table(written.path).to_pylist() == rows()
     assert [row.name for row in ExampleFile(written.path).examples(Problems())] == [
@@ -45,7 +46,7 @@ def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, subtests):
                 and str(path) in str(caught.value)
                 and ".part" not in str(caught.value)
             )
-            assert sha256_of(path) == before
+            assert file_sha256(path) == before
             assert os.listdir(tmp_path) == ["train.parquet"]
 
 
