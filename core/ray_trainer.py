@@ -192,7 +192,8 @@ class RayPPOTrainer(Trainer):
         self.set_collect_state(dataclasses.replace(next_state, carried=carried))
         if self.steps_ahead(metrics.step) > 0 and not self.workers.generates_while_learning:
             with metrics.time("gen_ahead"):
-                self.set_collect_state(self.runner.run(self.collect_ahead()))
+                state_with_answers = self.runner.run(self.collect_ahead())
+            self.set_collect_state(state_with_answers)
         # Seconds of decoding and of scoring in this step; take() sets the clock to 0
         busy_seconds = self.clock.take()
         metrics.add({f"timing_s/{activity}": s for activity, s in busy_seconds.items()})

@@ -66,11 +66,12 @@ def name_or_code_path(*known: str) -> Limit:
 
 def names_of(hint: Any) -> tuple[str, ...]:
     """Return the names that a type admits; none if it admits any text."""
-    if get_origin(hint) is Literal:
-        return tuple(name for name in get_args(hint) if isinstance(name, str))
-    if isinstance(hint, Limit):  # get_args of an Annotated type returns its Limit, too
+    if isinstance(hint, Limit):
         return hint.names
-    return tuple(name for part in get_args(hint) for name in names_of(part))
+    parts = get_args(hint)  # those of an Annotated type are the type and its Limit
+    if get_origin(hint) is Literal:
+        return tuple(part for part in parts if isinstance(part, str))
+    return tuple(name for part in parts for name in names_of(part))
 
 
 def _whole(value: Any) -> Any:
@@ -211,8 +212,8 @@ def key(
     null value stands for the value of the key ``follows``.
     """
     options = {"role": role, "used_if": used_if, "follows": follows}
-    default_text = f"null: {follows}" if follows else ""
-    description = "; ".join(filter(None, (text, default_text)))
+    parts = [text, f"null: {follows}" if follows else ""]
+    description = "; ".join(part for part in parts if part)
     return Field(default, description=description, json_schema_extra=options)
 
 
@@ -292,7 +293,10 @@ IS_SECTION = "is a section of the configuration"
 
 
 def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
-    """Return the typed configuration, and (key, value, rule) of keys that keep their default."""
+    """Return the typed configuration of a tree, and (key, value, rule) of each refused value.
+
+    A refused key keeps its default: the next try leaves it out.
+    """
     tree = copy.deepcopy(tree)
     refused = []
     while True:
@@ -305,8 +309,7 @@ def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tup
         for path, rule in rules.items():
             *section_names, name = path
             section = functools.reduce(operator.getitem, section_names, tree)
-            value = section.pop(name)  # the next try takes the key's default
-            refused.append((".".join(path), value, rule))
+            refused.append((".".join(path), section.pop(name), rule))
 
 
 def _rule(details: Mapping[str, Any]) -> str:
