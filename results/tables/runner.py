@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from core import command_line
-from core.config import code_by_path, examine, recipes
+from core.config import code_by_path, recipes
+from core.config.composition import examine
 from core.config.paths import run_folder
 from core.dry_run import is_dry_run
 from core.errors import InputError
