@@ -73,12 +73,12 @@ def forest(table: Table, numbers: Numbers) -> str:
 
 
 def statements_picture(made: Sequence[Made]) -> str:
-    """Return the headlines of all tables with their verdicts as a picture, one below the other.
+    """Return the headlines of all tables as a picture, by verdict, one below the other.
 
     Its title counts all statements. Each table has a scale of its own, since points of accuracy and
     of exact match differ in size.
     """
-    rows = []
+    groups: dict[str, list[dict[str, object]]] = {"holds": [], "fails": [], "not seen": []}
     counts: Counter[str] = Counter()
     for table, numbers in made:
         pairs = [(each.row, each.against, each.measure) for each in table.statements]
@@ -89,28 +89,21 @@ def statements_picture(made: Sequence[Made]) -> str:
         for each, here, paper in zip(table.statements, gaps, in_paper, strict=True):
             verdict = table.verdict(numbers, each)
             counts[verdict] += 1
-            if not each.headline:
-                continue
-            rows.append(
-                {
-                    "verdict": verdict,
-                    "table": f"{table.paper.title}, {table.paper.table}",
-                    "lines": textwrap.wrap(each.says, 56, max_lines=2, placeholder=" …"),
+            if each.headline:
+                drawn = {
+                    "lines": textwrap.wrap(f"{each.says} ({table.paper.title})", 60),
                     "here": here,
                     "paper": paper,
                     "x": lambda value, reach=reach: round(210 + 194 * value / reach, 1),
                 }
-            )
-    values = {
-        "rows": rows,
-        "summary": f"{counts.total()} statements of papers: "
-        + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()),
-    }
+                groups.setdefault(verdict, []).append(drawn)
+    summary = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
+    values = {"groups": groups, "summary": f"{counts.total()} statements of papers: {summary}"}
     return environment().get_template("statements.svg.jinja").render(**values)
 
 
-def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) -> str:
-    """Return the table of statements, or of headlines; ``folder`` leads to the pages."""
+def statement_lines(made: Sequence[Made], folder: str, few: bool = False) -> str:
+    """Return the table of statements, or of a README's few; ``folder`` leads to the pages."""
     lines = [HEADER]
     for table, numbers in made:
         link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
@@ -119,7 +112,7 @@ def statement_lines(made: Sequence[Made], folder: str, headlines: bool = False) 
             cells = [each.says, number(table.paper_gap(*pair))]
             cells += [interval(table.gap(numbers, *pair), "+")]
             cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
-            if each.headline or not headlines:
+            if each.in_readme or not few:
                 lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 
@@ -184,7 +177,7 @@ def generated() -> Iterator[tuple[Path, str]]:
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
     yield PAGES.parent / "statements.svg", statements_picture(tables)
     yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
-    yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", headlines=True))
+    yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", few=True))
     yield with_lines(ROOT / "recipes" / "README.md", paper_lines(ROOT / "recipes"))
     for recipe in {table.recipe for table, _ in tables}:
         lines = statement_lines(

@@ -26,7 +26,7 @@ AGAIN_P = 0.01  # `again` fails below: at 0.05 one table in twenty would fail by
 WORDS = {  # fields that decide neither numbers nor verdicts
     "paper": True,
     "rows": {"__all__": {"label", "paper", "script"}},
-    "statements": {"__all__": {"says", "headline"}},
+    "statements": {"__all__": {"says", "headline", "in_readme"}},
     "lab": {"about", "prepare"},
 }
 Numbers = Mapping[str, Any]  # results/tables/<id>.json; values: measure -> arm -> a number a seed
@@ -62,7 +62,8 @@ class Statement(Part):
     expects: Literal["above", "below", "equal"]
     margin: float = 0.0  # of equal, in points
     measure: str = ""  # the first one if empty
-    headline: bool = False  # a line of the top README
+    headline: bool = False  # stands in the README's picture
+    in_readme: bool = False  # is a line of the README's table
 
 
 class Measure(Part):
