@@ -11,6 +11,7 @@ knowledge bases of its own; none is that of a run.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import shutil
@@ -38,7 +39,7 @@ class KnowledgeRecipe(WarmStart):
     ramble_share: float = 0.05  # of the mixture; the rest guess
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
-    topk: int = 3  # passages of a search
+    passages: tuple[int, ...] = (3,)  # of a search, in one knowledge base after another
 
     def new_tokenizer(self) -> Any:
         return build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
@@ -101,10 +102,9 @@ def questions(
         chosen = knowledge.splits(base, number, recipe.questions_each, 0)["train"]
         asked = [knowledge.queries(question, base) for question in chosen]
         flat = sorted({query for queries in asked for query in queries})
+        topk = recipe.passages[number % len(recipe.passages)]
         with tempfile.TemporaryDirectory() as folder:
-            found = dict(
-                zip(flat, searcher(base, Path(folder) / "kb", recipe.topk)(flat), strict=True)
-            )
+            found = dict(zip(flat, searcher(base, Path(folder) / "kb", topk)(flat), strict=True))
         for question, queries in zip(chosen, asked, strict=True):
             yield base, question, [information(found[query], 10**6, encode) for query in queries]
 
@@ -132,10 +132,11 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
 def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe = RECIPE) -> Path:
     """Make what is missing: knowledge and index of a seed, and the base model.
 
-    Return the model's folder.
+    Return the model's folder, which is below ``base``, or below ``base_1_3_5`` for other passages.
     """
     write_with_index(folder / f"seed-{seed}", seed)
-    return recipe.build(folder / "base")
+    other = recipe.passages != RECIPE.passages
+    return recipe.build(folder / "_".join(["base", *(map(str, recipe.passages) if other else ())]))
 
 
 if __name__ == "__main__":
@@ -145,7 +146,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--seed", type=int, nargs="+", default=[1], help="The seeds of the knowledge (default 1)."
     )
+    parser.add_argument(
+        "--passages", type=int, nargs="+", default=RECIPE.passages,
+        help="Passages of a search in the warm start, in turn (default 3).",
+    )  # fmt: skip
     asked = parser.parse_args()
+    recipe = dataclasses.replace(RECIPE, passages=tuple(asked.passages))
     for seed in asked.seed:
-        base_model = prepare(seed)
+        base_model = prepare(seed, recipe=recipe)
     print(f"base model: {base_model}", flush=True)

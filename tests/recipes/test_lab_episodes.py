@@ -55,6 +55,15 @@ def test_the_right_query_finds_the_fact_first(searched):
         assert len(passages) == 3
 
 
+def test_the_warm_start_may_see_several_numbers_of_passages():
+    recipe = knowledge_model.KnowledgeRecipe(bases=2, questions_each=3, passages=(1, 3))
+    passages: dict[str, set[int]] = {}
+    for base, _, blocks in knowledge_model.questions(recipe, recipe.new_tokenizer()):
+        seen = passages.setdefault(str(base.facts), set())
+        seen.update(block.count("Doc ") for block in blocks)
+    assert list(passages.values()) == [{1}, {3}]
+
+
 def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words):
     base, search = searched
     question = knowledge.splits(base, 1, 10, 10)["train"][-1]
