@@ -111,8 +111,10 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
         if type(size) is not int or size < 0 or (size == 0 and field != "head_dim"):
             wrong.append(name)
     if wrong or "vision_config" in saved:
+        names = ", ".join(wrong) or "vision_config"
         raise InputError(
-            f"{path}/config.json: no model of text by its {', '.join(wrong) or 'vision_config'}"
+            f"{path}/config.json: no model of text of Llama's or Qwen's shape by its {names}; only "
+            "these are planned, and other models train without a plan"
         )
     bias = config.get("attention_bias", config.get("model_type", "").startswith("qwen2"))
     return Shape(**sizes, tied=config.get("tie_word_embeddings", True), bias=bias)

@@ -188,13 +188,15 @@ def lines(work: Work, steps: int | None) -> Iterator[str]:
     device = "CPU" if work.on_cpu else "GPU"
     parts = ", ".join(f"{name} {_shown(seconds)}" for name, seconds in phases.items())
     yield f"A step takes {_range(likely, fast, slow)} seconds: {parts}."
-    hours = (steps or 100) / 3600
-    run = _range(likely * hours, fast * hours, slow * hours)
-    used = hours * work.devices
-    device_hours = _range(likely * used, fast * used, slow * used)
+    count = steps or 100
+    # A laptop's run of seconds would be ten-thousandths of an hour
+    unit, length = ("hour", 3600) if slow * count >= 1800 else ("second", 1)
+    used = count * work.devices / length
+    run = _range(*(seconds * count / length for seconds in (likely, fast, slow)))
+    in_devices = _range(likely * used, fast * used, slow * used)
     parts = ", ".join(f"{name} {_shown(seconds * used)}" for name, seconds in phases.items())
     which = f"The run of {steps} steps takes" if steps else "100 steps take"
-    yield f"{which} {run} hours; {device_hours} {device}-hours: {parts}."
+    yield f"{which} {run} {unit}s; {in_devices} {device}-{unit}s: {parts}."
     prompt, answer = work.lengths(LIKELY)
     ends = f"{work.lengths(FAST)[1]:,.0f} to {work.lengths(SLOW)[1]:,.0f}"
     yield (

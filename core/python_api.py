@@ -43,8 +43,9 @@ def train(
 
     ``data`` and ``val_data`` are a file, or examples with verl's columns; of those a prompt
     suffices. ``reward`` is a file with a function ``compute_score``, or a function with its
-    signature. ``keys`` are keys of the command
-    line. Raises InputError where the command line refuses, and SystemExit where it ends a run.
+    signature. ``keys`` are keys of the command line. Raises InputError where the command line
+    refuses, SystemExit where it ends a run, and KeyboardInterrupt where a signal stopped the run:
+    the same call continues it.
     """
     from core import command_line
     from core.config import recipes
@@ -65,7 +66,14 @@ def train(
     if problems := command_line.all_problems(composed, None):
         raise InputError(problems)
     trainer = command_line.load_trainer(recipes.trainer_of(recipe))
-    run_dir = command_line.train(trainer, composed.config).run.run_dir
+    try:
+        run = command_line.train(trainer, composed.config).run
+    except KeyboardInterrupt:  # the traceback would be that of loading, pages long
+        text = "stopped before the first step; the same call begins again"
+        raise KeyboardInterrupt(text) from None
+    if run.stop.requested and not run.finished():
+        raise KeyboardInterrupt(f"{run.outcome()}; the same call continues")
+    run_dir = run.run_dir
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return FinishedRun(run_dir, [json.loads(line) for line in lines])
 

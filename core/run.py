@@ -470,7 +470,7 @@ class Run:
             if bound not in self.crossed_bounds:
                 log.warning("step %d: %s (last healthy step %d)", self.step, text, last_healthy)
         self.crossed_bounds = set(crossed)
-        advice = self.health.learning_rate_advice(self.total_steps, metrics.values)
+        advice = self.health.flat_advice(self.total_steps, metrics.values)
         for reason in filter(None, (self.health.stuck(), advice)):
             log.warning("step %d: %s", self.step, reason)
         return crossed

@@ -1,9 +1,9 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
 A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). The run
-warns beyond a bound; beyond that of ``nonfinite`` it saves a checkpoint and ends. Once, after a
-third of the steps, a run that has not improved is told what its learning rate may have to do with
-it. The state is plain data, a part of every checkpoint.
+warns beyond a bound; beyond that of ``nonfinite`` it saves a checkpoint and ends. A run whose score
+has not risen after a third or two of its steps gets the likely reason. The state is plain data, a
+part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ NOISE = 2.0  # standard errors that a change has to exceed
 ENTROPY = "actor/entropy"
 # Share of the first steps' entropy below which it has collapsed
 COLLAPSED = 0.2
+# Change as a share of the entropy that is movement, however small the noise
+DRIFT = 0.02
 # Share of the entropy by which it changes from step to step where a policy is thrown about
 SWING = 0.1
 # Metrics that an update of the policy raises, and the mean below which it hardly moves. With one
 # optimizer step a batch, old and new policy are one in the first two.
 MOVEMENT = {"actor/pg_clipfrac": 1e-3, "actor/ppo_kl": 1e-3, "actor/kl_loss": 1e-3}
 NO_SPREAD = "reward/zero_variance_share"
+MOST = 0.9  # share of groups of equal scores beyond which the rest teaches little
+LOOK = "read answers and scores in samples.jsonl, and raise data.train_batch_size if they are noisy"
 REMEMBERED = {SCORE, FAILED_RATE, ENTROPY, *MOVEMENT, *STUCK}
 
 
@@ -131,11 +135,11 @@ class Health:
                 return None
         return None
 
-    def learning_rate_advice(self, total_steps: int, values: Values) -> str | None:
-        """Return why the learning rate may be too small or too large, None for no reason.
+    def flat_advice(self, total_steps: int, values: Values) -> str | None:
+        """Return the likely reason why the score has not risen, None if it has or for no reason.
 
-        Both are looked for after a third of the steps, at least ``LEAST_STEPS``, and a rate that
-        is too large after twice as many once more.
+        It is looked for after a third of the steps, at least ``LEAST_STEPS``, and after twice as
+        many once more.
         """
         scores = self.history.get(SCORE, [])
         entropies = self.history.get(ENTROPY, [])
@@ -146,22 +150,30 @@ class Health:
         start, end = fmean(scores[:3]), fmean(scores[-3:])
         course = f"in {len(scores)} steps the mean score has not risen ({start:.3g}, {end:.3g})"
         start, end = fmean(entropies[:3]), fmean(entropies[-3:])
-        if _change(scores) <= NOISE and end < COLLAPSED * start:
+        change = _change(scores)
+        if change <= NOISE and end < COLLAPSED * start:
             collapse = f"the entropy fell from {start:.3g} to {end:.3g}"
             return f"{rate}: may be too large: {course} and {collapse}; try a third of it"
+        if abs(change) > NOISE:
+            return None
+        looks_first = len(scores) == first_look
+        equal = fmean(self.history.get(NO_SPREAD, [0.0]))
+        if equal > MOST:  # groups of equal scores teach nothing at any rate
+            told = not looks_first or equal == 1  # by stuck(), where all groups are so
+            return None if told else f"{course}: {equal:.0%} of the {STUCK[NO_SPREAD]}"
         moves = [
             abs(fmean(self.history[name])) > least
             for name, least in MOVEMENT.items()
             if self.history.get(name)
         ]
-        # Groups of equal scores teach nothing at any rate
-        no_spread = fmean(self.history.get(NO_SPREAD) or [1.0]) > 0.9
-        if abs(_change(scores)) > NOISE or abs(_change(entropies)) > NOISE:
-            return None
+        drifts = abs(_change(entropies)) > NOISE and abs(end - start) > DRIFT * start
         # A policy that is thrown about: its entropy is noisy, so the noise hides every change
         swing = fmean(abs(b - a) for a, b in pairwise(entropies)) / max(fmean(entropies), 1e-9)
-        falls = _change(scores) < -1
-        if any(moves) or no_spread or swing > SWING or falls or len(scores) > first_look:
+        if any(moves) or drifts or swing > SWING:
+            # Where groups were dropped the mean is that of questions half solved, and stays
+            silent = looks_first or values.get("collect/prompts_dropped")
+            return None if silent else f"{course}, although the policy moves; {LOOK}"
+        if change < -1 or not looks_first:
             return None
         # With one optimizer step a batch clip fraction and KL are 0 at any rate
         seen = [name for name in MOVEMENT if any(self.history.get(name, []))]

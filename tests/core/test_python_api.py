@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
-from core import train
+from core import command_line, train
 from core.errors import InputError
 from tests.faults.tiny_run import prepare
 from tests.row_files import plain_row
@@ -35,6 +37,20 @@ def scripted_parity(data_source, solution_str, ground_truth, extra_info):
 scripted_parity.__module__ = "__main__"
 
 
+class InterruptingLogger:
+    """Ctrl-C arrives after step 1."""
+
+    def __init__(self, run):
+        pass
+
+    def log(self, step, values):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self, failed):
+        pass
+
+
 def examples(count):
     chats = [[{"role": "user", "content": "ab"[n % 2] * (n + 1)}] for n in range(count)]
     return [plain_row(n, "tests/letters", prompt=chat) for n, chat in enumerate(chats)]
@@ -53,6 +69,37 @@ def test_a_list_of_examples_and_a_function_train(tmp_path, monkeypatch, reward):
     ] < 1
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
+
+
+def test_an_interrupted_run_is_not_returned_as_done_and_the_same_call_continues(
+    tmp_path, monkeypatch
+):
+    """A notebook's next cell reported the half of a run as if it were the whole."""
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    keys = {**KEYS, "trainer.logger": [f"{__name__}:InterruptingLogger"]}
+    call = {"model": "./model", "data": examples(8), "reward": parity}
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1 of 2.*same call continues"):
+        train("grpo", **call, keys=keys)
+    run = train("grpo", **call, keys=keys)
+    assert [row["step"] for row in run.metrics] == [1, 2]
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(monkeypatch):
+    """Its traceback was that of importing and loading: pages."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for name, stand_in in {
+        "all_problems": lambda *_: [],
+        "load_trainer": lambda *_: None,
+        "train": interrupt,
+    }.items():
+        monkeypatch.setattr(command_line, name, stand_in)
+    with pytest.raises(KeyboardInterrupt, match="before the first step") as caught:
+        train("grpo", model="m", data="d.jsonl", reward="r.py")
+    assert caught.value.__suppress_context__
 
 
 def test_what_the_command_line_refuses_is_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -152,6 +152,7 @@ def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
         ends(0, "ppo", [other], capsys=capsys)  # no paths
     (here / "org" / "name").mkdir(parents=True)
     assert paths.is_local("org/name") and not paths.is_local("org/other")  # with or without ./
+    assert paths.is_local("outputs/mine/base") and not paths.is_local("s3://bucket/mine/base")
     (here / "mine.py").write_text("def compute_score(solution_str):\n    return 0\n")
     ends(0, "ppo", ["custom_reward_function.path=file://mine.py"], capsys=capsys)
 

@@ -163,6 +163,12 @@ COLLAPSING = [2.0 * 0.6**step for step in range(12)]
         (FLAT, [1 + step / 100 for step in range(12)], STILL, None),  # a slow drift is movement
         (FLAT, STEADY, {**STILL, "actor/kl_loss": 0.01}, None),
         (FLAT, STEADY, {**STILL, "reward/zero_variance_share": 1.0}, None),
+        # 95 % of equal scores were never a step of all equal ones, and no other check spoke
+        (FLAT, STEADY, {**STILL, "reward/zero_variance_share": 0.95}, "equal scores"),
+        # Without groups, as in PPO with one answer a question
+        (FLAT, STEADY, {**STILL, "reward/zero_variance_share": None}, "too small"),
+        # A drift of a thousandth, in a batch so large that its noise is smaller
+        (FLAT, [1 + step / 10_000 for step in range(12)], STILL, "too small"),
         (RISING, STEADY, STILL, None),
         (RISING[::-1], STEADY, STILL, None),
         (
@@ -186,11 +192,14 @@ def test_a_learning_rate_that_moves_nothing_or_too_much_is_named_once(
     for step, (score, entropy) in enumerate(zip(scores, entropies, strict=True), 1):
         values = {SCORE: score, "actor/entropy": entropy, "actor/lr": 1e-6}
         values = {"reward/zero_variance_share": 0.2, **values, **policy}
+        values = {name: value for name, value in values.items() if value is not None}
         health.check(step, values, bounded())
-        texts.append(health.learning_rate_advice(36, values))
+        texts.append(health.flat_advice(36, values))
     assert texts[:-1] == [None] * 11
     if advice is None:
         assert texts[-1] is None
+    elif advice == "equal scores":
+        assert "rollout.n" in texts[-1] and "has not risen" in texts[-1] and "95%" in texts[-1]
     else:
         assert texts[-1].startswith("actor_rollout_ref.actor.optim.lr=1e-06: may be " + advice)
 
@@ -202,8 +211,22 @@ def test_a_rate_that_proves_too_large_later_is_named_then():
         entropy = 1.0 if step < 12 else 0.5 ** (step - 11)
         values = {SCORE: FLAT[step % 12], "actor/entropy": entropy, **MOVING}
         health.check(step + 1, values, bounded())
-        texts.append(health.learning_rate_advice(36, values))
+        texts.append(health.flat_advice(36, values))
     assert texts[:-1] == [None] * 23 and "may be too large" in texts[-1]
+
+
+@pytest.mark.parametrize("dropped, advised", [(0, True), (5, False)])
+def test_a_score_that_stays_flat_while_the_policy_moves_is_named_late(dropped, advised):
+    """Not where groups were dropped: the mean of what is left stays in the middle."""
+    health = Health()
+    texts = []
+    for step in range(36):
+        values = {SCORE: FLAT[step % 12], "actor/entropy": STEADY[step % 12], **MOVING}
+        values["collect/prompts_dropped"] = dropped
+        health.check(step + 1, values, bounded())
+        texts.append(health.flat_advice(36, values))
+    assert [step for step, text in enumerate(texts, 1) if text] == [24] * advised
+    assert not advised or "although the policy moves" in texts[23]
 
 
 def test_a_run_of_a_handful_of_steps_says_nothing_of_its_learning_rate():
@@ -211,7 +234,7 @@ def test_a_run_of_a_handful_of_steps_says_nothing_of_its_learning_rate():
     for step in range(1, 8):
         values = {SCORE: FLAT[step], "actor/entropy": STEADY[step], **STILL}
         health.check(step, values, bounded())
-        assert health.learning_rate_advice(8, values) is None
+        assert health.flat_advice(8, values) is None
 
 
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
