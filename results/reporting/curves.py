@@ -174,6 +174,8 @@ def _metric_panel(
     present = {
         m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)
     }
+    if len(metrics) > len(present) == 1:  # which of them it is: no legend has a single line
+        note = ", ".join(filter(None, (*present.values(), note)))
     if title == "Reward" and len(present) == 2:
         reward, score = metrics
         if all(run.series(reward) == run.series(score) for group in groups for run in group):

@@ -23,19 +23,10 @@ from markupsafe import Markup
 from core.tracking.loggers import progress
 
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76", "#0f8b8d", "#a67c00")
+# No channel is above 175: a dark page brightens every colour by 1.45
 PHASE_COLOURS = (
-    *(
-        "#4e79a7",
-        "#f28e2b",
-        "#59a14f",
-        "#b07aa1",
-        "#9c755f",
-        "#edc948",
-        "#76b7b2",
-        "#bab0ac",
-        "#e15759",
-    ),
-    *("#ff9da7", "#3b3f46", "#d7b5a6"),
+    *("#4372a8", "#af5f14", "#3f8a38", "#8f5a8c", "#6b4632", "#a88a1a", "#2b9a96", "#24406b"),
+    *("#a83c3f", "#af6c84", "#3b3f46", "#9a9a9a"),
 )
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 

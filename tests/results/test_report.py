@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
+import math
 import re
 import shutil
 import socket
@@ -26,6 +28,7 @@ from results.publish import publish
 from results.reporting import readme_tables as result_tables
 from results.reporting import summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
+from results.reporting.curves import PANELS, _metric_panel
 from results.reporting.pages import PHASE_COLOURS
 from results.reporting.run_reader import NotARun, RecordedRun, load_run, scrub
 from results.reporting.run_report import headline
@@ -452,6 +455,26 @@ def test_what_joins_an_experiment_and_what_is_another(repository, runs):
     assert found == {"grpo/lab": 3, "grpo/lab_s4": 1, "grpo/rerun": 1, "ppo/lab_s1": 1}
 
 
+def test_a_curve_of_kl_says_from_which_policy(runs):
+    """A run without a reference had a panel KL, which was read as the distance from the start."""
+    (panel,) = [panel for panel in PANELS if panel[0] == "KL"]
+    run = load_run(runs / "grpo" / "lab_s1")
+    alone = dataclasses.replace(
+        run, metrics=[{"step": row["step"], "actor/ppo_kl": 0.1} for row in run.metrics]
+    )
+    assert _metric_panel([[alone]], *panel).note == "to the old policy, nats a token"
+
+
 def test_each_phase_has_a_colour_of_its_own():
-    """Decode and validation once shared one, as did log-probs and the rest."""
-    assert len(set(PHASE_COLOURS)) == len(PHASE_COLOURS) >= len({*PARTS, REST})
+    """Decode and validation once shared one, as did log-probs and the rest; on a dark page three
+    were white."""
+    assert len(PHASE_COLOURS) >= len({*PARTS, REST})
+    dark = re.search(
+        r"filter: brightness\(([\d.]+)\)", (ROOT / "results/reporting/page.html.jinja").read_text()
+    )
+    for factor in (1.0, float(dark[1])):
+        shown = [
+            [min(255, factor * int(colour[at : at + 2], 16)) for at in (1, 3, 5)]
+            for colour in PHASE_COLOURS
+        ]
+        assert min(math.dist(*pair) for pair in itertools.combinations(shown, 2)) > 40
