@@ -116,19 +116,24 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
     """
     runs: list[RecordedRun] = []
     scores: list[Path] = []
+    tables: list[page.Made] = []
     lines: list[str] = []
     for name in args.runs:
         if name.endswith(".jsonl"):
             scores.append(Path(name))
             continue
         if Path(name).suffix in (".md", ".json", ".yaml"):
-            lines += _table_lines(Path(name))
+            tables.append(_table(Path(name)))
             continue
         for folder in _run_folders(run_copy(name)):
             try:
                 runs.append(load_run(folder))
             except InputError as error:
                 bad.append(str(error))
+    for table, numbers in tables:
+        lines += page.verdicts(table, numbers)
+    if tables:
+        lines.append(page.counted(tables))
     if runs:
         lines += _run_lines(told_apart(runs), args)
     if scores:
@@ -145,15 +150,12 @@ def _run_folders(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/manifest.json")) or [folder]
 
 
-def _table_lines(path: Path) -> list[str]:
-    """Return a table's statements with their verdicts. Raises InputError if it has none."""
+def _table(path: Path) -> page.Made:
+    """Return the table of this page or definition, with its numbers. Raises InputError."""
     for table, numbers in page.made():
-        if path.stem == table.id or path.parts[-3:] == (
-            table.recipe,
-            "tables",
-            f"{table.name}.yaml",
-        ):
-            return list(page.verdicts(table, numbers))
+        definition = table.recipe, "tables", f"{table.name}.yaml"
+        if path.stem == table.id or path.parts[-3:] == definition:
+            return table, numbers
     raise InputError(f"{path}: is no table of a paper that has run; results/README.md lists them")
 
 

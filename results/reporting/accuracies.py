@@ -188,9 +188,22 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
     for one in summaries:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
         write_atomic(report_path(one.path), text + "\n")
-    pairs = _compared(summaries)
-    lines = [table(summaries), *(each.sentence for each in pairs)]
+    apart = [one for one in summaries[1:] if why_not_compared(first, one)]
+    pairs = _compared([one for one in summaries if one not in apart])
+    lines = [
+        table(summaries),
+        *(f"{first.name}, {one.name}: {why_not_compared(first, one)}" for one in apart),
+        *(each.sentence for each in pairs),
+    ]
     return "\n".join([*lines, summed_up(first.name, pairs)] if len(pairs) > 1 else lines)
+
+
+def why_not_compared(a: Summary, b: Summary) -> str:
+    """Return why a difference of two files would not be one of their models; '' where it would be,
+    and where one model was decoded in two ways."""
+    if a.decoding == b.decoding or a.manifest["model"] == b.manifest["model"]:
+        return ""
+    return f"not compared: decoded differently ({a.decoding}; {b.decoding})"
 
 
 def _compared(summaries: Sequence[Summary]) -> list[Compared]:

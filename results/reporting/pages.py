@@ -26,7 +26,7 @@ COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76", "#0
 # No channel is above 175: a dark page brightens every colour by 1.45
 PHASE_COLOURS = (
     *("#4372a8", "#af5f14", "#3f8a38", "#8f5a8c", "#6b4632", "#a88a1a", "#2b9a96", "#24406b"),
-    *("#a83c3f", "#af6c84", "#3b3f46", "#9a9a9a"),
+    *("#a83c3f", "#af7a80", "#3b3f46", "#9a9a9a"),
 )
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 

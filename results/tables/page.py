@@ -79,7 +79,6 @@ def statements_picture(made: Sequence[Made]) -> str:
     of exact match differ in size.
     """
     groups: dict[str, list[dict[str, object]]] = {"holds": [], "fails": [], "not seen": []}
-    counts: Counter[str] = Counter()
     for table, numbers in made:
         pairs = [(each.row, each.against, each.measure) for each in table.statements]
         gaps = [table.gap(numbers, *pair) for pair in pairs]
@@ -88,7 +87,6 @@ def statements_picture(made: Sequence[Made]) -> str:
         reach = max([*ends, *(abs(gap) for gap in in_paper if gap is not None)])
         for each, here, paper in zip(table.statements, gaps, in_paper, strict=True):
             verdict = table.verdict(numbers, each)
-            counts[verdict] += 1
             if each.headline:
                 drawn = {
                     "lines": textwrap.wrap(f"{each.says} ({table.paper.title})", 60),
@@ -97,9 +95,18 @@ def statements_picture(made: Sequence[Made]) -> str:
                     "x": lambda value, reach=reach: round(210 + 194 * value / reach, 1),
                 }
                 groups.setdefault(verdict, []).append(drawn)
-    summary = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
-    values = {"groups": groups, "summary": f"{counts.total()} statements of papers: {summary}"}
-    return environment().get_template("statements.svg.jinja").render(**values)
+    template = environment().get_template("statements.svg.jinja")
+    return template.render(groups=groups, summary=counted(made))
+
+
+def counted(made: Sequence[Made]) -> str:
+    """Return how many statements of the tables got each verdict."""
+    counts = Counter(
+        table.verdict(numbers, each) for table, numbers in made for each in table.statements
+    )
+    verdicts = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
+    noun = "statement" if counts.total() == 1 else "statements"
+    return f"{counts.total()} {noun} of papers: {verdicts}"
 
 
 def statement_lines(made: Sequence[Made], folder: str, few: bool = False) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,30 @@ def test_the_reports_command_compares_files_of_scores_and_ends_with_the_verdict(
     assert last.startswith(f"against {scores.name} on tests/letters: ")
     assert report.main([str(copied)]) == 2
     assert "python -m core.evaluate score" in capsys.readouterr().err
+
+
+def test_files_of_two_models_that_were_decoded_differently_are_not_compared(scores, capsys):
+    """As runs are not: greedy answers of one against samples of the other looked like a verdict."""
+    other = scores.with_name("other.scores-reward.jsonl")
+    shutil.copy(scores, other)
+    manifest = json.loads(scores.with_suffix(".manifest.json").read_text())
+    manifest["settings"] |= {"actor_rollout_ref.rollout.val_kwargs.do_sample": False}
+    other.with_suffix(".manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert report.main([str(scores), str(other)]) == 0
+    assert "decoded differently" not in capsys.readouterr().out  # one model, decoded in two ways
+    manifest["model"] = {"path": "another", "sha256": "0"}
+    other.with_suffix(".manifest.json").write_text(json.dumps(manifest))
+    assert report.main([str(scores), str(other)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "not compared: decoded differently (T=1" in last and last.endswith("; greedy)")
+
+
+def test_several_tables_end_with_the_count_of_their_verdicts(capsys):
+    names = ["dapo-table1", "grpo-figure5"]
+    assert report.main([f"results/tables/{name}.md" for name in names]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"{len(lines)} statements of papers: holds ")
 
 
 def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
