@@ -103,13 +103,12 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     config = {**saved, **(override or {})}
     config.setdefault("head_dim", 0)
     config.setdefault("num_key_value_heads", saved.get("num_attention_heads"))
-    sizes = {}
-    wrong = []
-    for field, name in SIZES.items():
-        size = config.get(name) or 0
-        sizes[field] = size
-        if type(size) is not int or size < 0 or (size == 0 and field != "head_dim"):
-            wrong.append(name)
+    sizes = {field: config.get(name) or 0 for field, name in SIZES.items()}
+    wrong = [
+        SIZES[field]
+        for field, size in sizes.items()
+        if type(size) is not int or size < 0 or (size == 0 and field != "head_dim")
+    ]
     if wrong or "vision_config" in saved:
         names = ", ".join(wrong) or "vision_config"
         raise InputError(

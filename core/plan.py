@@ -221,8 +221,7 @@ class Plan:
             phase: sum(part.bytes for part in self.parts if phase in part.phases)
             for phase in PHASES
         }
-        usable = USABLE * self.memory
-        self.over = [phase for phase, needed in self.phase_bytes.items() if needed > usable]
+        self.over = [p for p, size in self.phase_bytes.items() if size > USABLE * self.memory]
         self.fits = not self.over and self.kv_sequences > 0
         self.checkpoint_bytes = sum(12.0 * model.trained for model in models)
         self.checkpoints = most_checkpoints(trainer)
@@ -366,13 +365,11 @@ def lines(plan: Plan, mean_answer: int | None = None) -> Iterator[str]:
     yield row("host", "a rank", plan.host_bytes, "offloaded state")
     count = plan.checkpoints
     size = plan.checkpoint_bytes
+    kept = f"checkpoints: {count} at most, of {size / 2**30:.1f} GiB"
     if count is None:
         frequency = plan.config.trainer.save_freq
         kept = f"a checkpoint; all that trainer.save_freq={frequency} writes are kept"
-        yield row("disk", "", size, kept)
-    else:
-        kept = f"checkpoints: {count} at most, of {size / 2**30:.1f} GiB"
-        yield row("disk", "", size * count, kept)
+    yield row("disk", "", size if count is None else size * count, kept)
     if plan.config.needs_engine:
         yield (
             f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, "

@@ -68,14 +68,12 @@ def train(
     trainer = command_line.load_trainer(recipes.trainer_of(recipe))
     try:
         run = command_line.train(trainer, composed.config).run
-    except KeyboardInterrupt:  # the traceback would be that of loading, pages long
-        text = "stopped before the first step; the same call begins again"
-        raise KeyboardInterrupt(text) from None
+    except KeyboardInterrupt:  # whose traceback is that of loading, pages long
+        raise KeyboardInterrupt("stopped before the first step; call it again") from None
     if run.stop.requested and not run.finished():
         raise KeyboardInterrupt(f"{run.outcome()}; the same call continues")
-    run_dir = run.run_dir
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return FinishedRun(run_dir, [json.loads(line) for line in lines])
+    lines = (run.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return FinishedRun(run.run_dir, [json.loads(line) for line in lines])
 
 
 def _data_file(examples: Examples) -> str:

@@ -146,8 +146,7 @@ def unread(folder: Path) -> Iterator[bool]:
 def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Return name -> SHA-256 of the files of these names."""
     with ThreadPoolExecutor(HASHERS) as pool:
-        hashes = pool.map(lambda name: file_sha256(folder / name), names)
-        return dict(zip(names, hashes, strict=True))
+        return dict(zip(names, pool.map(file_sha256, map(folder.joinpath, names)), strict=True))
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

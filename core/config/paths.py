@@ -10,8 +10,6 @@ from core.config.section import Problem
 from core.errors import InputError
 from core.files import is_url, place
 
-INSTEAD = "give another path"
-MAKE_IT = "type `{}`, which makes it, or give another path"
 OWN_FUNCTIONS = (
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
@@ -23,8 +21,8 @@ OWN_FUNCTIONS = (
 
 def is_local(model: str) -> bool:
     """Return whether the text is a folder's path, neither a hub id nor a URL."""
-    several_slashes = model.count("/") > 1 and not is_url(model)  # a hub id has one
-    return model.startswith(("/", ".", "~")) or several_slashes or Path(model).is_dir()
+    is_no_id = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return (is_no_id and not is_url(model)) or Path(model).is_dir()
 
 
 def run_folder(config: Config) -> Path:
@@ -98,11 +96,12 @@ def missing(config: Config, among: Collection[str] | None = None) -> list[Proble
                 rule, _, fix = str(error).removeprefix(f"{key}={path}: ").rpartition("; ")
                 problems.append(Problem(key, path, rule, fix))
         elif (among is None or key in among) and not os.path.exists(here):
-            command = recipes.maker_of(path)
-            fix = MAKE_IT.format(command) if command else INSTEAD
-            if not command and key.startswith("data."):
+            fix = "give another path"
+            if command := recipes.maker_of(path):
+                fix = f"type `{command}`, which makes it, or {fix}"
+            elif key.startswith("data."):
                 fix += "; data_preprocess/ makes parquet files of public data"
-            elif not command and key in models(config):
+            elif key in models(config):
                 fix += ", or a hub id (org/name)"
             problems.append(Problem(key, path, f"does not exist (looked for {here})", fix))
     return problems

@@ -100,7 +100,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
 # reward_model.reward_manager. The length penalty of verl's dapo is DAPO's shape_reward.
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 LOGGERS = {  # trainer.logger
-    "console": Entry(),
+    "console": Entry("core.tracking.loggers:ConsoleLogger"),
     "jsonl": Entry(),
     "tensorboard": Entry("core.tracking.loggers:TensorboardLogger", package="tensorboard"),
     "wandb": Entry(

@@ -54,10 +54,8 @@ RATE = "actor_rollout_ref.actor.optim.lr"
 LEAST_STEPS = 10  # before anything is said about the learning rate
 NOISE = 2.0  # standard errors that a change has to exceed
 ENTROPY = "actor/entropy"
-# Share of the first steps' entropy below which it has collapsed
-COLLAPSED = 0.2
-# Change as a share of the entropy that is movement, however small the noise
-DRIFT = 0.02
+COLLAPSED = 0.2  # share of the first steps' entropy below which it has collapsed
+DRIFT = 0.02  # share of the entropy that a change exceeds where the policy moves
 # Share of the entropy by which it changes from step to step where a policy is thrown about
 SWING = 0.1
 # Metrics that an update of the policy raises, and the mean below which it hardly moves. With one
@@ -91,12 +89,7 @@ class Health:
             bound = getattr(config, name).bound
             if bound is None or value is None:
                 continue
-            if name == NONFINITE:
-                within = value < bound
-            elif name == "entropy":
-                within = value >= bound
-            else:
-                within = value <= bound
+            within = {NONFINITE: value < bound, "entropy": value >= bound}.get(name, value <= bound)
             if not within:  # NaN is beyond any bound
                 text = CHECKS[name].format(value)
                 crossed[name] = f"{text} (trainer.health.{name}.bound={bound:g})"
@@ -159,12 +152,10 @@ class Health:
         looks_first = len(scores) == first_look
         equal = fmean(self.history.get(NO_SPREAD, [0.0]))
         if equal > MOST:  # groups of equal scores teach nothing at any rate
-            told = not looks_first or equal == 1  # by stuck(), where all groups are so
+            told = not looks_first or equal == 1  # stuck() reports it where all groups are so
             return None if told else f"{course}: {equal:.0%} of the {STUCK[NO_SPREAD]}"
         moves = [
-            abs(fmean(self.history[name])) > least
-            for name, least in MOVEMENT.items()
-            if self.history.get(name)
+            abs(fmean(self.history.get(name, [0.0]))) > least for name, least in MOVEMENT.items()
         ]
         drifts = abs(_change(entropies)) > NOISE and abs(end - start) > DRIFT * start
         # A policy that is thrown about: its entropy is noisy, so the noise hides every change
@@ -175,10 +166,8 @@ class Health:
             return None if silent else f"{course}, although the policy moves; {LOOK}"
         if change < -1 or not looks_first:
             return None
-        # With one optimizer step a batch clip fraction and KL are 0 at any rate
-        seen = [name for name in MOVEMENT if any(self.history.get(name, []))]
-        evidence = "entropy, clip fractions and KL show" if seen else "the entropy shows"
-        still = f"{evidence} that the policy hardly moves"
+        # Not by clip fraction and KL: with one optimizer step a batch they are 0 at any rate
+        still = "the entropy shows that the policy hardly moves"
         return f"{rate}: may be too small: {course}, and {still}; try ten times as much"
 
 

@@ -60,9 +60,7 @@ class Loggers:
         for name in dict.fromkeys(run.config.trainer.logger):
             function = registry.logger(name).function
             try:
-                if name == "console":
-                    self._each[name] = ConsoleLogger(run)
-                elif function:  # jsonl has none: the tracker writes it
+                if function:  # jsonl has none: the tracker writes it
                     self._each[name] = load_object(function, "trainer.logger")(run)
             except Exception as error:
                 raise InputError(

@@ -64,11 +64,9 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         means[f"reward/{name}/mean"] = [
             score.parts[name] for score in scores if name in score.parts
         ]
-    larger_groups = [group for group in groups if len(group) > 1]
-    if larger_groups:
-        means["reward/zero_variance_share"] = [
-            spread_of_scores(group) <= 1e-6 for group in larger_groups
-        ]
+    are_equal = [spread_of_scores(group) <= 1e-6 for group in groups if len(group) > 1]
+    if are_equal:
+        means["reward/zero_variance_share"] = are_equal
     metrics = {name: float(np.mean(values)) for name, values in means.items()}
     for name, values in series.items():
         # The series is empty if no answer of the step holds a token
@@ -160,5 +158,4 @@ def time_parts(row: Mapping[str, float]) -> dict[str, float]:
         timed = [row[PREFIX + timer] for timer in timers if PREFIX + timer in row]
         if timed:
             seconds[name] = sum(timed)
-    rest = row[f"{PREFIX}whole"] - sum(seconds.values())
-    return {**seconds, REST: rest}
+    return {**seconds, REST: row[f"{PREFIX}whole"] - sum(seconds.values())}
