@@ -367,8 +367,7 @@ def lines(plan: Plan, mean_answer: int | None = None) -> Iterator[str]:
     size = plan.checkpoint_bytes
     kept = f"checkpoints: {count} at most, of {size / 2**30:.1f} GiB"
     if count is None:
-        frequency = plan.config.trainer.save_freq
-        kept = f"a checkpoint; all that trainer.save_freq={frequency} writes are kept"
+        kept = "a checkpoint; all that trainer.save_freq writes are kept"
     yield row("disk", "", size if count is None else size * count, kept)
     if plan.config.needs_engine:
         yield (

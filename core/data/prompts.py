@@ -44,8 +44,7 @@ def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
         return list(ids)
     # With error no prompt is longer: PromptFiles refused it
     head = {"left": 0, "right": limit, "middle": limit // 2}[mode]
-    tail = limit - head
-    return [*ids[:head], *ids[len(ids) - tail :]]
+    return [*ids[:head], *ids[len(ids) - (limit - head) :]]
 
 
 def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:

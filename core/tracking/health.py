@@ -167,8 +167,7 @@ class Health:
         if change < -1 or not looks_first:
             return None
         # Not by clip fraction and KL: with one optimizer step a batch they are 0 at any rate
-        still = "the entropy shows that the policy hardly moves"
-        return f"{rate}: may be too small: {course}, and {still}; try ten times as much"
+        return f"{rate}: may be too small: {course}, and the entropy stays; try ten times as much"
 
 
 def _change(values: Sequence[float]) -> float:
