@@ -143,7 +143,11 @@ def request(
 
 
 def generate(call: GenerateCall) -> bool:
-    """Write the answers that the file lacks; return whether any were. Raises InputError."""
+    """Write the answers that the file lacks. Return whether any were missing.
+
+    Lines are appended as answers end; the complete file is in the order of the questions. Raises
+    InputError before a model loads for data, settings and files that do not go together.
+    """
     from core.config.code_by_path import load_object
 
     out = call.out
@@ -268,7 +272,12 @@ def deciding(config: Config) -> dict[str, Any]:
 def score(
     source: Path, overrides: Sequence[str] = (), name: str | None = None
 ) -> tuple[Path, list[ValRecord]]:
-    """Score a complete file of answers; return the file of scores and its records."""
+    """Score a complete file of answers; return the file of scores and its records.
+
+    The file is ``<answers>.scores-<name>.jsonl``. It has a line a question, in the form of a run's
+    ``validation/<step>.jsonl``. The settings of rewards are those of the call that generated, under
+    ``overrides``. Raises InputError.
+    """
     from core.rewards.layer import RewardError, RewardLayer
     from core.rewards.scorer_check import check_scorers
 

@@ -207,7 +207,11 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
 
 
 def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a weight whole, converted before it travels. All ranks that share it must call."""
+    """Return a weight whole, in a dtype and on a device. All ranks that share it must call.
+
+    The shards are converted first, so that what travels has the size of ``dtype``, and what FSDP2
+    offloaded travels between the GPUs.
+    """
     if not isinstance(value, DTensor):
         return value.detach().to(device, dtype)
     return like_sharded(value, value.detach().to_local().to(device, dtype)).full_tensor()

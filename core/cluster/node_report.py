@@ -24,7 +24,11 @@ WHOLE = 2**24  # bytes up to which a file's content counts, and beyond which its
 
 
 def report(packages, paths, folder_variable):
-    """Return the node's name, its versions, and the digests of files by what they belong to."""
+    """Return the node's name, its versions, and the digests of files by what they belong to.
+
+    ``packages`` are of code, and all their files stand under ``code``. ``paths`` are files of code
+    and folders of models; relative ones start in the folder of the environment variable.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

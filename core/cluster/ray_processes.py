@@ -33,7 +33,11 @@ FOLDER = "RLREPRO_FOLDER"
 
 
 class Process:
-    """What processes share: a part of a node's ``cores``, GPUs, their place, a sign of the end."""
+    """What all processes share: threads, a report of their place, and a sign of their end.
+
+    A process uses one of ``parts`` equal parts of ``cores``, by default of its node's. ``gpus`` are
+    the GPUs that it may use where Ray assigned them to other processes.
+    """
 
     def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
         folder = os.environ.get(FOLDER)

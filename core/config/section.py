@@ -171,9 +171,11 @@ BOOKKEEPING = "bookkeeping"
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition ``holds(config, section)`` under which a key of the section has an effect.
+    """The condition under which a key has an effect.
 
-    If it does not hold, ``because`` is printed, with the section's path for ``{section}``.
+    ``holds(config, section)`` receives the configuration and the section that has the key. If the
+    result is False, ``because`` is printed as the reason, with the section's path in place of
+    ``{section}``.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -181,9 +183,10 @@ class Condition:
 
 
 def needs(name: str, value: Any = None) -> Condition:
-    """Return the condition that the key ``name`` is set, or has this value.
+    """Return the condition that a key is set, or has this value.
 
-    A name without dots is that of a key in the same section.
+    ``name`` with dots is the full path of a key. Without dots it is a key in the same section as
+    the key that has this condition.
     """
 
     def holds(config: Any, section: Any) -> bool:

@@ -43,7 +43,11 @@ def of_trl() -> dict[str, str]:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """Return the known key that was probably meant, or None: no advice beats a wrong one."""
+    """Return the known key that was probably meant, or None: no advice beats a wrong one.
+
+    It is the key whose last names are most like those of this one, of several the actor's. The
+    first sections may be missing.
+    """
     names = key.lower().replace("-", "_").split(".")
     likeness = {}
     for other in known:

@@ -107,7 +107,12 @@ def read_value(key: str, value: Any, line: Line) -> Interpretation | None:
 
 @functools.cache
 def table(recipe: str = "") -> dict[str, Any]:
-    """Return the tables of ``verl_names.yaml`` under a recipe's own, turned round for look-ups."""
+    """Return the tables of a recipe's command lines: the common ones, and over them its own.
+
+    ``verl_names.yaml`` describes each table. ``no_effect`` and ``asks_nothing`` are turned to key
+    -> reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which the first that
+    fits counts.
+    """
     files = (FILE, recipes.folder(recipe) / "verl_keys.yaml")
     tables = [convert.read_table(path) for path in files if path.exists()]
     joined: dict[str, Any] = {"no_effect": {}, "asks_nothing": {}, "refused": []}

@@ -211,7 +211,11 @@ class ExampleFile:
 
 
 def message_of(stored: Mapping[str, Any], *, nested: bool) -> Message:
-    """Return a message without empty fields, which parquet gives to every row of a column."""
+    """Return a message without the empty fields that a chat template must not see.
+
+    Parquet gives each message, and each struct inside one, all fields of its column.
+    With ``nested`` the arguments of other rows' tool calls go too.
+    """
     message = {key: value for key, value in stored.items() if value is not None or key == "content"}
     return {key: without_nulls(value) for key, value in message.items()} if nested else message
 

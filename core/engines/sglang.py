@@ -231,7 +231,11 @@ class SGLangEngine(RolloutEngine):
 
 
 class SGLangServer:
-    """The server at ``url``. Raises RuntimeError if it refuses, WorkersLost if it is gone."""
+    """The server at ``url``; ``submit`` starts coroutines on its client's thread.
+
+    A request is repeated while the server is busy (status 503 and such), for ``timeout_s``. Raises
+    RuntimeError with the server's words if it refuses, WorkersLost if it is gone or silent.
+    """
 
     def __init__(self, url: str, timeout_s: float):
         self.url = url.rstrip("/")

@@ -216,7 +216,11 @@ class Staging:
 def pack(
     weights: Sequence[Weight], values: Iterable[Tensor], limit: int, staging: Staging | None
 ) -> Iterator[Bucket]:
-    """Yield buckets of ``limit`` bytes, each in the place of the one before. Raises InputError."""
+    """Yield buckets of at most ``limit`` bytes, each in the place of the one before.
+
+    ``values`` gathers a weight whole when it is taken: all ranks of a sharded model take part, and
+    those with ``staging`` keep it. Raises InputError for a weight that is larger than a bucket.
+    """
     staged_size(weights, limit)
     remaining = list(reversed(weights))
     values = iter(values)

@@ -76,7 +76,11 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
 def mini_batching(
     section: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
 ) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
-    """Return a function that cuts a batch into mini-batches with their ``selected`` tokens."""
+    """Return a function that cuts a batch into mini-batches, as a configuration section has it.
+
+    If the policy loss treats some tokens apart, it has ``selected`` them by the old log-probs, or
+    without those by the engine's.
+    """
     loss = registry.policy_loss(loss_mode)
     agg_mode = loss.aggregation or section.loss_agg_mode
     select = code_by_path.load_object(loss.selects) if loss.selects else None

@@ -29,7 +29,11 @@ VALUE_HEADS = ("score", "classifier")  # transformers' names of the head of a to
 
 
 def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
-    """Put adapters into ``module`` if ``lora_rank`` > 0; only they and a new head train."""
+    """Put adapters into ``module`` if ``lora_rank`` > 0, and freeze the rest.
+
+    The seed decides the adapters' first weights, which change nothing yet. A critic's new head
+    trains whole.
+    """
     if not model.lora_rank:
         return module
     from peft import LoraConfig, inject_adapter_in_model
@@ -171,7 +175,11 @@ def load_adapters(trained: Mapping[str, Tensor], folder: Path) -> dict[str, Tens
 
 
 def merge_saved(folder: Path, saved: str | None, path: str | None = None) -> nn.Module:
-    """Return a checkpoint's policy, merged into its base at ``path``. Raises InputError."""
+    """Return a checkpoint's policy: its base, with the adapters of :func:`save_adapters` merged.
+
+    ``path`` is where the base is now, if not where the run found it; ``saved`` is its SHA-256 in
+    the checkpoint's manifest. Raises InputError if the weights there are others.
+    """
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
 

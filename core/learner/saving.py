@@ -186,7 +186,11 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def weight_files(model: Any) -> dict[str, list[str]] | None:
-    """Return file -> its weights, as transformers divides them; None if it converts some."""
+    """Return file name -> names of the weights in it, as transformers divides a model's weights.
+
+    ``model`` may be on the meta device. Returns None if transformers renames or converts its
+    weights on saving.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -68,7 +68,12 @@ class InProcess:
 
 
 class GraderPool:
-    """Grades in ``num_workers`` graders, within ``timeout_s`` and ``memory_limit_mb`` each."""
+    """Grades in ``num_workers`` graders, which start with the first answers.
+
+    An answer that takes longer than ``timeout_s`` has status timeout. An answer whose grader dies
+    twice, or whose scorer raises, has status crash. A grader may map ``memory_limit_mb`` MiB (None:
+    no limit).
+    """
 
     def __init__(
         self,

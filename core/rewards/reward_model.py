@@ -74,7 +74,13 @@ def load_classifier(model: RewardModelModelConfig) -> tuple[nn.Module, bool]:
 
 
 class RewardModel:
-    """A classifier with its tokenizer, or one that reads the policy's ids. Raises InputError."""
+    """A classifier with its tokenizer.
+
+    With ``reward_model.model.input_tokenizer`` (the policy's) the answer's text is put into the
+    reward model's chat template and tokenised anew; with null the model reads the policy's token
+    ids. Tokens beyond ``max_length`` are cut off, and the score's ``cut`` is True. Raises
+    InputError.
+    """
 
     def __init__(
         self,

@@ -87,7 +87,12 @@ class ScorerCheck:
             self.problems.add("reward_model.ground_truth", rule, fix, where)
 
     def finish(self, tokenizer: Any = None) -> Known:
-        """Grade known answers and try the judge; return one by source. Raises InputError."""
+        """Grade known answers where the answers will be graded, and try the judge.
+
+        Known answers are each scorer's own examples, and for a user's function answers of which it
+        must be able to grade one. Return one of them for each data source, with its score. Warn of
+        tokens that the tokenizer takes out of them. Raises InputError with all problems.
+        """
         config = self.layer.config
         if config.enable and not self.examples_for_model and not config.weight:
             fix = (

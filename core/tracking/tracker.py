@@ -40,7 +40,13 @@ KEPT_LAST = 5_000  # answers of each data source in samples.jsonl, by the last v
 
 
 class Tracker:
-    """The owner of the run folder, which resumes after ``resume_step``. Raises WriteFailed."""
+    """The owner of the run folder, until :meth:`close` records how the run ended.
+
+    ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to
+    ``previous/<n>/``), ``resume_step=k`` resumes after step k. A record that cannot be written is
+    dropped with a warning; a line of metrics waits for the next step. Raises WriteFailed if the
+    folder cannot be written, and what :class:`Loggers` raises.
+    """
 
     def __init__(
         self,

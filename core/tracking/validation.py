@@ -184,7 +184,11 @@ def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]
 def variable_estimates(
     variable: str, rows: Sequence[ValRecord], n: int, sizes: Sequence[int] | None = None
 ) -> dict[str, Estimate]:
-    """Return ``mean@n``, and for acc and reward ``pass`` or ``best`` and ``maj`` at ``sizes``."""
+    """Return ``mean@n`` of one variable, and for acc and reward over several samples also others.
+
+    They are ``pass`` or ``best``, and ``maj``. ``sizes`` are the k of ``pass@k``, by default the
+    powers of two below ``n`` and ``n``. Raises ValueError for a k above the number of samples.
+    """
     series = [row.values[variable] for row in rows]
     binary = all(value in (0.0, 1.0) for values in series for value in values)
 
