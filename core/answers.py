@@ -170,7 +170,10 @@ def manifest_path(path: Path) -> Path:
 
 
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """Return the manifest beside a file. Raises InputError: there is none, or of another kind."""
+    """Return the manifest beside a file.
+
+    Raises InputError if there is none, or if it is that of another kind of file.
+    """
     beside = manifest_path(path)
     if not path.is_file():
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
@@ -188,6 +191,7 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest beside a file."""
     write_atomic(manifest_path(path), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 

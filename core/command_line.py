@@ -65,7 +65,10 @@ key="'a=b'"):"""
 
 
 def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
-    """Run a recipe by the command line. Exit with 2 where the input is at fault, else with 1."""
+    """Run a recipe with the arguments of the command line. ``trainer`` is ``module:class``.
+
+    Exits with 2 where the input is at fault, with 1 where the run or the machine is.
+    """
     # OpenMP reads it when torch loads. Threads that spin for each other took three times as long on
     # cores with other work, and the result is the same to the bit
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -88,7 +91,10 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
 
 def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) -> Config:
-    """Return the configuration to run; exit with 2 for problems, 0 after a dry run or help."""
+    """Return the configuration to run, or end the process.
+
+    It ends with 2 for problems, with 0 after a dry run or ``--help``.
+    """
     # A terminal without a character that was typed shows its number
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -306,7 +312,10 @@ def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tu
 
 
 def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield ``key=default`` (under the overrides) and the description of every key."""
+    """Yield ``key=default`` and the description of every key of the recipe.
+
+    Defaults are those under the overrides.
+    """
     config = examine(recipe, overrides).config
     for key, hint in convert.all_keys(type(config)).items():
         descriptions = []  # a section's description is its keys' too
@@ -371,7 +380,10 @@ def work(trainer: str, config: Config) -> None:
 
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
-    """Train to the end and return the trainer; restart from a checkpoint if a process is lost."""
+    """Train to the end and return the trainer.
+
+    If a process dies or hangs, training restarts from the run's last checkpoint.
+    """
     limit = config.trainer.max_restarts
     restarts = 0
     saved_step = 0

@@ -70,6 +70,7 @@ class Problems:
             rows.append(f"{row}: {value}" if value else str(row))
 
     def lines(self) -> list[str]:
+        """Return one line a problem."""
         lines = []
         for (where, rule, fix), rows in self.rows.items():
             if rows:
@@ -79,6 +80,7 @@ class Problems:
         return lines
 
     def raise_if_any(self) -> None:
+        """Raise InputError with all problems."""
         if self.rows:
             raise InputError(self.lines())
 
@@ -122,7 +124,11 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
-    """Return the error in place of an OSError: with the file, its content, reason, free space."""
+    """Return the error to raise in place of an OSError.
+
+    It names the file, its content, the reason and the free space. An error with notes is one of
+    another machine, of whose disk nothing is known here.
+    """
     notes = getattr(error, "__notes__", None)
     details = ", ".join(notes) if notes else free_space(Path(path))
     return WriteFailed(

@@ -109,7 +109,12 @@ class GenerateCall:
 def request(
     recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None
 ) -> GenerateCall:
-    """Check a call of generate; ``--run`` gives its checkpoint's settings. Raises InputError."""
+    """Compose and check a call of generate.
+
+    The settings of ``--run`` are those of its newest checkpoint, or of the checkpoint that it
+    names. Raises InputError with the problems of the configuration, or the first problem of model
+    and file.
+    """
     from core.export import find_checkpoint
 
     if out.suffix != ".jsonl":

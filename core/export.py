@@ -25,7 +25,11 @@ def find_checkpoint(source: str | Path, key: str = "source") -> Checkpoint:
 
 
 def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint:
-    """Write a checkpoint's policy to a new folder, with adapters merged. Raises InputError."""
+    """Write the policy of a checkpoint to the new folder ``out``.
+
+    Adapters are merged into ``base``, by default the base model where the run found it. Raises
+    InputError.
+    """
     if out.exists():
         raise InputError(f"{out} exists: give the export a new folder")
     checkpoint = find_checkpoint(source)

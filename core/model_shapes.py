@@ -91,7 +91,10 @@ SIZES = {
 
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
-    """Return the shape of a hub id in the table, or by a folder's config. Raises InputError."""
+    """Return the shape of a hub id in the table, or of a folder's ``config.json``.
+
+    Raises InputError for others.
+    """
     saved = read_config(path)
     if saved is None:
         if path in MODELS:
@@ -120,7 +123,10 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
 
 
 def read_config(path: str) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a model's folder; None for a hub id. Raises InputError."""
+    """Return the ``config.json`` of a model's folder, or None if there is none, as for a hub id.
+
+    Raises InputError.
+    """
     file = Path(os.path.expanduser(path)) / "config.json"
     if not file.is_file():
         return None

@@ -53,7 +53,10 @@ def width(dtype: str) -> int:
 
 
 def pass_tokens(config: Config, section: ActorConfig | CriticConfig) -> int:
-    """Return the tokens in one pass of a rank: a budget, or a share of sequences."""
+    """Return the tokens in one pass of a rank.
+
+    They are those of a token budget, or of sequences that some ranks share.
+    """
     longest = config.longest_sequence
     share = -(-longest // section.ulysses_sequence_parallel_size)
     if section.use_dynamic_bsz:
@@ -70,7 +73,11 @@ def block_bytes(shape: Shape, width: int) -> int:
 def head_bytes(
     shape: Shape, tokens: int, width: int, trains: bool = True, logits: int = CPU_LOGITS
 ) -> float:
-    """Return the chunked head's bytes: logits, the weight's gradient, hidden states twice."""
+    """Return the chunked head's bytes.
+
+    They are the logits (about three tensors of a chunk in float32), the gradient of the head's
+    weight in float32, and the hidden states with their gradient.
+    """
     logit_bytes = 3 * 4 * min(logits, tokens * shape.vocab)
     weight_gradient = 4.0 * shape.vocab * shape.hidden if trains else 0.0
     return logit_bytes + weight_gradient + 2.0 * tokens * shape.hidden * width
@@ -156,7 +163,10 @@ def most_checkpoints(trainer: TrainerConfig) -> int | None:
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a GPU that a role takes in some phases; ``state`` is on the host in the others."""
+    """Bytes of a GPU that a role takes in some phases.
+
+    State is kept from step to step: outside of these phases it is in host memory.
+    """
 
     role: str
     what: str
@@ -186,7 +196,10 @@ class Model:
 
 
 class Plan:
-    """The memory and disk of a configuration on one kind of GPU. Raises InputError."""
+    """The memory and disk of a resolved configuration on one kind of GPU.
+
+    Raises InputError for a model or GPU that is not known.
+    """
 
     def __init__(self, config: Config, gpu: str | None = None):
         gpu = gpu or hardware_of(config)
@@ -392,7 +405,10 @@ def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
 
 
 def length_notes(config: Config) -> list[str]:
-    """Return a note if sequences may exceed the model's positions, and the data are not here."""
+    """Return a line if the longest sequence is beyond the model's positions.
+
+    If the data are here, nothing is returned: a dry run measures them, as a start does.
+    """
     data = config.data
     model = config.actor_rollout_ref.model
     files = [*data.train_files, *data.val_files]

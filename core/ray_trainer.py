@@ -50,7 +50,10 @@ GREEDY_SAMPLE_INDEX = -1
 
 
 class RayPPOTrainer(Trainer):
-    """Train a policy with PPO or GRPO: ``RayPPOTrainer(config).init_workers().fit()``."""
+    """Train a policy with unmodified PPO or GRPO; base class of the recipes.
+
+    ``RayPPOTrainer(config).init_workers().fit()`` trains.
+    """
 
     def __init__(self, config: Config):
         ctrl = config.algorithm.kl_ctrl
@@ -107,11 +110,17 @@ class RayPPOTrainer(Trainer):
     # -- hooks: a recipe overrides these ---------------------------------------------------------
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score to train on: by default as it is. Not called in validation."""
+        """Return the score used for training. Not called in validation.
+
+        By default, the score unchanged.
+        """
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether a step may train on the group. Not called in validation."""
+        """Return whether a step may train on the group. Not called in validation.
+
+        By default, every group is kept.
+        """
         return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
@@ -233,6 +242,7 @@ class RayPPOTrainer(Trainer):
         return dataclasses.replace(group, scores=self.shaped_scores(group), baseline=baseline)
 
     def shaped_scores(self, group: ScoredGroup) -> tuple[Score, ...]:
+        """Return the group's scores as ``shape_reward`` changes them."""
         return tuple(map(self.shape_reward, group.scores, group.trajectories))
 
     # -- collecting for the next steps -----------------------------------------------------------

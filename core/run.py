@@ -71,7 +71,7 @@ class Run:
     """The surroundings of one run.
 
     The order of calls: :meth:`fetch`, :meth:`count_steps` and :meth:`open` before a model loads,
-    :meth:`attach` to resume, :meth:`around_loop`, :meth:`complete` after each step.
+    :meth:`attach` to resume, :meth:`running` around the loop, :meth:`complete` after each step.
     """
 
     def __init__(self, config: Config, state: LoopState):
@@ -107,7 +107,10 @@ class Run:
     # -- starting --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Check loggers and URLs; fetch what is newer at the run's URL. Raises InputError."""
+        """Check loggers and URLs to write to; fetch what is newer at the run folder's URL.
+
+        Called before anything opens a file of the run folder. Raises InputError.
+        """
         check_loggers(self.trainer.logger)
         for name in ("rollout_data_dir", "validation_data_dir"):
             check_writable(getattr(self.trainer, name) or "", f"trainer.{name}")
@@ -146,7 +149,11 @@ class Run:
             )
 
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
-        """Return the checkpoint to resume from, if any. Raises InputError for another run's."""
+        """Return the checkpoint to resume from, if any. No model is loaded yet.
+
+        Raises InputError if the checkpoint is damaged, or belongs to a run with another base, other
+        data or another objective.
+        """
         trainer = self.trainer
         batch_size = self.config.data.train_batch_size
         prompts = len(stream)
@@ -459,7 +466,10 @@ class Run:
     # -- health ----------------------------------------------------------------------------------
 
     def _check_health(self, metrics: StepMetrics) -> Mapping[str, str]:
-        """Return the bounds of ``trainer.health`` that the step crossed; warn of the new ones."""
+        """Compare the step with ``trainer.health`` and return the bounds that it crossed.
+
+        Warn of those that the step before did not cross.
+        """
         crossed = self.health.check(self.step, metrics.values, self.trainer.health)
         last_healthy = self.health.last_healthy_step
         metrics.add(
@@ -476,6 +486,7 @@ class Run:
         return crossed
 
     def _stop_unhealthy(self, text: str) -> NoReturn:
+        """Save and raise UnhealthyRun."""
         saved = f"saved in {self.store.folder(self.step)}"
         try:
             self.save()

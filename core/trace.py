@@ -25,6 +25,7 @@ NUMBERS = ("advantages", *LOG_PROBS, "values", "returns", "rollout_is_weights")
 
 
 def is_due(options: TraceConfig, step: int, last_step: int) -> bool:
+    """Return whether the step is to be dumped."""
     if step in (options.steps or ()):
         return True
     return options.freq > 0 and (step % options.freq == 0 or step in (1, last_step))

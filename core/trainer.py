@@ -87,7 +87,10 @@ class Trainer:
     # -- starting --------------------------------------------------------------------------------
 
     def init_workers(self) -> Trainer:
-        """Check data, scorers and checkpoint, load the models and resume. Raises InputError."""
+        """Check the data, the scorers and the checkpoint, then load the models and resume.
+
+        Raises InputError, mostly before a model loads, and what user code raises on an example.
+        """
         self.run.fetch()
         self.load_data()
         if self.config.reward_model.loads_model:
@@ -227,7 +230,10 @@ class Trainer:
     @classmethod
     @contextmanager
     def for_answering(cls, config: Config) -> Iterator[Trainer]:
-        """Yield a trainer with the questions alone. Raises InputError for unsuitable ones."""
+        """Yield a trainer with the questions of ``data.val_files``, and nothing to train or score.
+
+        Raises InputError for questions that do not suit the model or the agent loop.
+        """
         trainer = cls(config)
         trainer.load_tokenizer()
         try:
@@ -239,7 +245,12 @@ class Trainer:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Load an engine, or several over Ray, without a learner. Raises InputError."""
+        """Load an engine without a learner, for :meth:`generate` while the block runs.
+
+        ``trainer.backend`` places it in this process or, several of them, in actors of a cluster.
+        Raises InputError for a model or an engine that cannot be had, and for questions that do not
+        fit into the model's positions.
+        """
         check_lengths(self.config, self.longest())
         device = prepare_torch(self.config.trainer)
         with memory_phase("load"):
@@ -344,7 +355,10 @@ class Trainer:
             raise failure
 
     async def answer_val_prompts(self) -> Sequence[ScoredGroup]:
-        """Answer and score the validation prompts, without hooks. Raises StopRequested."""
+        """Answer and score the validation prompts; no hook that shapes or filters is called.
+
+        Raises StopRequested once the run is asked to stop.
+        """
         sample_indices = range(self.config.actor_rollout_ref.rollout.val_kwargs.n)
 
         async def answer(prompt: Prompt) -> ScoredGroup:

@@ -323,7 +323,10 @@ class TrainBatch:
         return self._with({name: value for name, value in self.stored.items() if name in kept})
 
     def rows(self, index: Any) -> TrainBatch:
-        """Return the sequences of an index; tokens of neighbours are a view of this batch."""
+        """Return the sequences of ``index``: a slice, a list, or a tensor of numbers.
+
+        Tokens of neighbouring sequences are a view of this batch.
+        """
         import torch
 
         rows = torch.arange(len(self), device=self.lengths.device)[index]
@@ -375,6 +378,7 @@ class TrainBatch:
         return blank._with(blank.stored, media={})
 
     def to(self, device: Any) -> TrainBatch:
+        """Return the batch on a device."""
         lengths = self.lengths.to(device, non_blocking=True)
         return self._map(lambda value, axes: value.to(device, non_blocking=True), lengths)
 

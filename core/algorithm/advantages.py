@@ -184,7 +184,10 @@ def estimator(name: str) -> Estimator:
 def inputs_of(
     batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tensor | None = None
 ) -> AdvantageInputs:
-    """Return what an estimator reads of a batch; tokens add ``token_rewards_N`` to the rewards."""
+    """Return what an estimator reads of a batch.
+
+    ``token_rewards_N`` is what tokens add to the rewards of their sequences.
+    """
     return AdvantageInputs(
         reward=batch.reward,
         lengths=batch.lengths,

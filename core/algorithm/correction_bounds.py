@@ -35,7 +35,10 @@ class Criterion(NamedTuple):
 
 
 def weight_bounds(spec: float | str) -> Bounds:
-    """Read ``2.0``, or ``lower_upper`` as in ``0.5_2.0``. Raises ValueError."""
+    """Read the bounds of a weight: ``2.0``, or ``lower_upper`` as in ``0.5_2.0``.
+
+    Raises ValueError: they cannot be read.
+    """
     lower, separator, upper = str(spec).strip().rpartition("_")
     bounds = Bounds(float(lower) if separator else None, float(upper))
     if not bounds.upper > 0 or (bounds.lower is not None and not 0 < bounds.lower <= bounds.upper):

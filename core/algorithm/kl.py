@@ -97,7 +97,10 @@ class KLController:
         return {"value": self.value}
 
     def with_state(self, state: dict[str, float]) -> KLController:
-        """Return the controller with the saved coefficient, unless that is a fixed one."""
+        """Return the controller as it was when ``state`` was saved.
+
+        A fixed coefficient, the target and the horizon stay the configured ones.
+        """
         if self.kind == "fixed":
             return self
         return replace(self, value=float(state["value"]))

@@ -64,7 +64,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values_M: Tensor) -> Tensor:
-    """Return ``(values - mean) / sqrt(var + 1e-8)``, [M]. Raises ValueError: fewer than two."""
+    """Return ``(values - mean) / sqrt(var + 1e-8)``, [M], with Bessel's correction.
+
+    Raises ValueError: fewer than two values, which have no variance.
+    """
     count = len(values_M)
     if count < 2:
         raise ValueError(

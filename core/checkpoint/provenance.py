@@ -64,7 +64,10 @@ def bases(config: Any) -> dict[str, list[str]]:
 
 @functools.cache
 def _tensors(file: Path, size: int, changed: int) -> list[str]:
-    """Return a line for each tensor of a safetensors file, or one line for another file."""
+    """Return a line for each tensor of a safetensors file, or one line for another file.
+
+    ``size`` and ``changed`` are keys of the cache.
+    """
     if file.suffix != ".safetensors":
         return [f"{file.name} {file_sha256(file)}"]
     lines = []

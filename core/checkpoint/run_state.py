@@ -90,7 +90,11 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DriverState:
-    """State of the driver after ``step`` steps: scored groups by ordinal, and other ``values``."""
+    """State of the driver, enough to go on after ``step`` complete steps.
+
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored. ``values`` are
+    the rest.
+    """
 
     step: int
     next_ordinal: int

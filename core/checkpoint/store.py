@@ -73,7 +73,10 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str]) -> None:
-    """Put everything in ``folder`` on disk, then a manifest of it with the known and new hashes."""
+    """Put everything in ``folder`` on disk, then a manifest of it.
+
+    Files of ``hashes`` are not read again.
+    """
     paths = sorted(folder.rglob("*"))
     for path in paths:
         fsync(path)
@@ -92,7 +95,10 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Check every file that a folder's manifest lists; return the checkpoint. Raises InputError."""
+    """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
+
+    Raises DamagedCheckpoint, and InputError where another version wrote it.
+    """
     try:
         lock = (folder / MANIFEST).open(encoding="utf-8")
         with suppress(OSError):  # a file system without locks
@@ -260,7 +266,10 @@ class CheckpointStore:
         self._prune(step)
 
     def _prune(self, sound: int) -> None:
-        """Delete all but the ``keep`` newest ones, the sound one, and those that are being read."""
+        """Delete all but the ``keep`` newest ones, of any process, and never the sound one.
+
+        One that another process reads is left for the next time.
+        """
         older = [step for step in self.steps() if step != sound]
         surplus = 0 if self.keep is None else max(0, len(older) + 1 - self.keep)
         for step in older[:surplus]:
@@ -312,7 +321,10 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
 
 
 class RemoteCopy:
-    """The copy of a run folder at a URL, whose checkpoints are complete with their manifest."""
+    """The copy at ``url`` of the run folder of ``store``.
+
+    A checkpoint there is complete once it has its manifest.
+    """
 
     def __init__(self, url: str, store: CheckpointStore):
         self.url = url.rstrip("/")
@@ -333,7 +345,10 @@ class RemoteCopy:
         return steps_among([name.removesuffix(f"/{MANIFEST}") for name in manifests])
 
     def open(self, *, writes: bool) -> None:
-        """Check that the place can be written; fetch what is newer there. Raises InputError."""
+        """Check that the place can be written, and fetch what is newer there than here.
+
+        Raises InputError.
+        """
         if writes:
             check_writable(self.url, KEY)
         self.newest = max(self.steps(), default=-1)
@@ -380,7 +395,10 @@ class RemoteCopy:
                 fs.rm(f"{path}/global_step_{old}", recursive=True)
 
     def send_files(self) -> None:
-        """Send the run's files that have changed since. Raises WriteFailed."""
+        """Send what changed of the run's files: metrics, configuration, validations.
+
+        Raises WriteFailed.
+        """
         for file in sorted(self.store.root.rglob("*")):
             path = file.relative_to(self.store.root)
             name = str(path)

@@ -192,7 +192,10 @@ def like_sharded(value: DTensor, part: Tensor) -> DTensor:
 
 @torch.no_grad()
 def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Return sharded tensors whole on rank 0's CPU, None elsewhere. All ranks must call it."""
+    """Return sharded tensors whole on rank 0's CPU, None elsewhere. All ranks must call it.
+
+    Tied weights share a tensor.
+    """
     lead = dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     seen: dict[int | str, Tensor | None] = {}

@@ -85,7 +85,11 @@ class RayEngine:
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
     def _send(self) -> None:
-        """Send new requests where their prompt is, their episode was, or least is in flight."""
+        """Send the new requests to engines.
+
+        A request goes where its prompt is, else to the engine of its episode, else where least is
+        in flight.
+        """
         self._forget_closed_loops()
         self._sends_on = None
         self._progress = time.monotonic()
@@ -167,7 +171,10 @@ class RayEngine:
         self.watch.wait("update_weights", {**sender, **calls})
 
     def end_update(self, version: int) -> list[Proof]:
-        """Return the proofs of one engine. Raises WeightSyncError where another's differ."""
+        """Return the first engine's proof for each device.
+
+        Raises WeightSyncError where another engine has other weights.
+        """
         first, *others = self._call("update_weights", "end_update", version)
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
@@ -185,6 +192,7 @@ class RayEngine:
         self._call("sleep", "sleep")
 
     def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
+        """Return the probe of every engine."""
         return self._call("probe", "probe", token_ids)
 
     def _refuse_in_flight(self, what: str) -> None:

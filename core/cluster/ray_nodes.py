@@ -122,7 +122,10 @@ def driver_report(packages: tuple[str, ...], files: tuple[str, ...]) -> Mapping[
 
 
 def check_nodes(config: Config, nodes: Collection[str]) -> dict[str, Mapping[str, Any]]:
-    """Compare nodes with the driver; return address -> report. Raises InputError, WorkersLost."""
+    """Compare code, packages and models of nodes with the driver's. Return address -> report.
+
+    Raises InputError where they differ, and WorkersLost for a node that does not report.
+    """
     named = named_files(config)
     compared = own_packages(config), tuple(named)
     driver = driver_report(*compared)

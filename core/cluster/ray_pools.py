@@ -112,7 +112,10 @@ def connect(config: Config, device: torch.device) -> None:
 
 
 class Pool:
-    """The nodes of a section: a placement group a node, a bundle a process of ``gpus`` GPUs."""
+    """The nodes of a configuration section: a placement group a node, a bundle a process.
+
+    Each process has ``gpus`` GPUs.
+    """
 
     def __init__(self, key: str, section: Any, gpus: int, on_gpus: bool):
         self.gpus = gpus if on_gpus else 0
@@ -125,7 +128,10 @@ class Pool:
         self.groups: list[Any] = []
 
     def place(self, index: int, *, beside: bool = False) -> dict[str, Any]:
-        """Return the options of an actor in a bundle; ``beside`` another it has no GPU from Ray."""
+        """Return the options of an actor in bundle ``index``.
+
+        An actor ``beside`` another gets no GPU from Ray.
+        """
         node, bundle = divmod(index, self.per_node)
         group = self.groups[node]
         return {
@@ -136,7 +142,10 @@ class Pool:
 
 
 def reserve(pools: Sequence[Pool], first_on: str | None, timeout_s: float) -> None:
-    """Wait for the pools' groups, the first one on ``first_on`` if it has room. Raises NoRoom."""
+    """Create the pools' placement groups and wait for them.
+
+    The first group is on the node ``first_on`` if that has room. Raises NoRoom.
+    """
     for pool in pools:
         bundle = {"CPU": 1.0, **({"GPU": float(pool.gpus)} if pool.gpus else {})}
         for _ in range(pool.nodes):

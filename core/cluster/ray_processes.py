@@ -157,7 +157,10 @@ class LearnerProcess(Process):
 
 
 class EngineProcess(Process):
-    """A process for one rollout engine, whose coroutines make the actor asynchronous."""
+    """A process for one rollout engine.
+
+    Its coroutines make the actor asynchronous: all samples are awaited together.
+    """
 
     def __init__(self, config: Config, device: torch.device, *process: Any):
         super().__init__(*process)

@@ -36,7 +36,10 @@ from core.types import TrainBatch
 
 
 class RayWorkers(RayProcesses):
-    """The phases of a step on a cluster. Checkpoints need a folder that all nodes see."""
+    """The phases of a step over the learner ranks and engines of a cluster.
+
+    Checkpoints need a folder that all nodes see.
+    """
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         super().__init__(config, device, known_token_ids=known_ids(tokenizer), **learner)

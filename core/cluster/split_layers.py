@@ -38,7 +38,11 @@ FIX = "set it to 1, or take a dense model such as Qwen2 or Llama"
 
 
 def check_layers(config: Config) -> None:
-    """Check on models without weights that ranks can share their layers. Raises InputError."""
+    """Check, on models without weights, that ranks can share their layers as configured.
+
+    Raises InputError for a model without a plan that is trained here, and for sizes that the ranks
+    do not divide.
+    """
     roles = config.actor_rollout_ref
     policy = partial(load_policy, roles.model, on_meta=True)
     models = [("actor_rollout_ref.actor", roles.actor, policy)]
@@ -100,7 +104,10 @@ def plan_of(module: nn.Module, name: str = "tensor_model_parallel_size") -> dict
 
 
 def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a model on the meta device over the ranks of ``mesh``. Raises InputError."""
+    """Split a model without weights over the ranks of ``mesh``, before FSDP2 shards it.
+
+    Raises InputError.
+    """
     from transformers.distributed import tensor_parallel
 
     plan = plan_of(module)

@@ -44,7 +44,10 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
 
 
 def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
-    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError."""
+    """Return the module ``package.module``, or ``path/to/file.py``, which is run once.
+
+    Raises InputError, which begins with ``label``.
+    """
     if where.endswith(".py"):
         return _from_file(where, label)
     with importing_from(beside.expanduser().resolve()) if beside else nullcontext():
@@ -94,7 +97,10 @@ def _from_file(where: str, label: str) -> ModuleType:
 
 @contextmanager
 def importing_from(file: Path) -> Iterator[None]:
-    """Put a file's folder, its project's root and ``src`` there first on ``sys.path`` meanwhile."""
+    """Put a file's folder and its project's root first on ``sys.path`` while it is imported.
+
+    A folder ``src`` in the root is put there too.
+    """
     folders = [file.parent]
     for folder in file.parents:
         if any((folder / marker).exists() for marker in MARKERS):

@@ -60,7 +60,11 @@ class Composed:
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved configuration of a recipe. Raises InputError with every problem."""
+    """Return the resolved configuration of a recipe under these overrides.
+
+    Whether the files that it names exist is checked at start. Raises InputError: every problem
+    there is, a line each.
+    """
     composed = examine(recipe, overrides)
     if composed.problems:
         raise InputError(composed.problems)
@@ -130,7 +134,10 @@ def examine(
 
 
 def _of_meant_values(broken: Iterable[Problem], problems: Problems) -> list[Problem]:
-    """Return the broken rules of keys whose value was not refused: a default stands for that."""
+    """Return the broken rules of keys that hold what was written.
+
+    The default that stands for a refused value breaks no rule.
+    """
     refused = {problem.key for problem in problems if isinstance(problem, Problem)}
     return [
         problem
@@ -297,7 +304,10 @@ def _given_twice(key: str, value: Any, before: Any) -> str:
 
 
 def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]:
-    """Return the keys of another recipe's techniques that are off; one that is on is a problem."""
+    """Return the keys of another recipe's techniques that are off, with the reason.
+
+    One that is on is a problem with that recipe's name.
+    """
     unused = {}
     for key, value in foreign.items():
         recipe, switch = recipes.owner_of(key)
@@ -314,7 +324,10 @@ def _techniques(foreign: Tree, problems: Problems) -> dict[str, tuple[Any, str]]
 
 
 def _write_dashes(tree: Tree) -> list[str]:
-    """Write a dash for each slash in the names of run and project, which verl reads as paths."""
+    """Write a dash for each slash in the names of run and project, and return a warning of each.
+
+    verl reads such a name as a path.
+    """
     warnings = []
     for name in ("experiment_name", "project_name"):
         value = tree.get("trainer", {}).get(name)

@@ -94,7 +94,10 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
 
 
 def over_ray(config: Config, given: Collection[str]) -> tuple[Config, list[Problem]]:
-    """Return the configuration, over Ray if several GPUs are ``given`` and no backend is."""
+    """Return the configuration, over Ray if several GPUs are ``given`` and no backend is.
+
+    Several GPUs for a backend of one process are a problem.
+    """
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
     several = [key for key in keys if key in given and convert.get(config, key) > 1]
     if not several or config.trainer.backend == "ray":

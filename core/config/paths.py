@@ -140,7 +140,10 @@ def cluster_address(config: Config) -> str | None:
 
 
 def address_problem(config: Config) -> Problem | None:
-    """Return the problem of a run on several nodes of GPUs that names no cluster."""
+    """Return the problem of a run on several nodes that names no cluster.
+
+    On CPUs a local Ray stands for all nodes.
+    """
     trainer = config.trainer
     models = config.actor_rollout_ref
     if trainer.backend != "ray" or trainer.device == "cpu" or cluster_address(config) is not None:

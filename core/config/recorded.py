@@ -40,7 +40,10 @@ CODE = re.compile(
 
 
 def validated(schema: type[Config], tree: Any, line: Line) -> tuple[Config, list[Problem]]:
-    """Return the typed configuration of a tree, and a problem for each key that was refused."""
+    """Return the typed configuration of a tree, and a problem for each key that was refused.
+
+    Such a key keeps its default.
+    """
     config, refused = build(schema, tree)
     problems = []
     for key, value, rule in refused:
@@ -96,7 +99,10 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
 
 
 def role_of(key: str) -> str:
-    """Return the role of a flat key, also inside a mapping; IDENTITY if no schema has the key."""
+    """Return the role of a flat key, or of one inside a user's own mapping.
+
+    It is IDENTITY if no schema has the key.
+    """
     for section in schemas():
         role = None
         for name in key.split("."):

@@ -121,6 +121,7 @@ class AgentConfig(Section):
 
     @property
     def plays(self) -> bool:
+        """Return whether there is an agent."""
         return bool(self.path or self.command)
 
 

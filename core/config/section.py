@@ -250,6 +250,7 @@ def hints(section: type[Section]) -> dict[str, Any]:
 
 
 def is_section(hint: Any) -> bool:
+    """Return whether a type is that of a section."""
     return isinstance(hint, type) and issubclass(hint, Section)
 
 

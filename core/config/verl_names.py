@@ -42,7 +42,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """What a key or value of another version means: settings, nothing (``unused``), or a rule."""
+    """What a key or value of another version means.
+
+    It means settings here, or nothing for the reason ``unused``, or it is refused with rule and
+    fix.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     unused: str = ""

@@ -98,7 +98,10 @@ def _hash(value: Any) -> str:
 
 
 class ExampleFile:
-    """The examples of one file, by the keys of the ``data`` section. Raises InputError."""
+    """The examples of one file, a path or a URL, whose keys are those of the ``data`` section.
+
+    Raises InputError if the file is missing, empty, not readable, or lacks a column.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,10 @@ class ExampleFile:
         return example
 
     def examples(self, problems: Problems, numbers: np.ndarray | None = None) -> Iterator[Example]:
-        """Yield the examples of these numbers, or all; those that break the schema are problems."""
+        """Yield the examples of these (increasing) numbers, or all.
+
+        Those that break the schema are left out and added to ``problems``.
+        """
         wanted = None if numbers is None else set(numbers.tolist())
         for start in range(0, len(self), BATCH):
             for number, raw in enumerate(self._rows(start, BATCH), start):

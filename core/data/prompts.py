@@ -39,7 +39,11 @@ MEASURES.names = ("file", "number", "length", "content", "name", "question")
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
-    """Return the ids cut to ``limit``: ``left`` keeps the tail, as verl's ``postprocess_data``."""
+    """Return the ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head.
+
+    ``middle`` keeps ``limit // 2`` of the head and the rest of the tail (verl's
+    ``postprocess_data``).
+    """
     if len(ids) <= limit:
         return list(ids)
     # With error no prompt is longer: PromptFiles refused it
@@ -48,7 +52,10 @@ def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
 
 
 def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
-    """Return a hash of what a prompt asks, in 64 bits: spaces between words do not count."""
+    """Return a hash of what a prompt asks: equal words have equal hashes, regardless of spaces.
+
+    It has 64 bits and is the same in every process, unlike Python's own.
+    """
     words = [(turn["role"], (turn.get("content") or "").split()) for turn in chat_of(prompt)]
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8)
     for picture in pictures:
@@ -59,7 +66,10 @@ def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
 def warn_of_trained_questions(
     trained: Mapping[str, Iterable[int]], prompts: Iterable[Prompt]
 ) -> None:
-    """Warn if prompts ask what is trained on: ``trained`` has the questions' hashes by file."""
+    """Warn if prompts of the validation ask what is trained on.
+
+    ``trained`` is the path of a file -> hashes of the questions that training draws from it.
+    """
     questions = []
     for prompt in prompts:
         pictures = prompt.media.pictures if prompt.media else ()
@@ -115,7 +125,10 @@ class PromptFiles:
         self._ambiguous_names: frozenset[int] = frozenset()
 
     def load(self, paths: Iterable[str], choose: Choose, *, keep: bool = False) -> None:
-        """Read, check and measure each example once. Raises InputError with all problems."""
+        """Read, check and measure the files. Raises InputError with every problem of all of them.
+
+        Every example is parsed once, and equal prompts are tokenised once.
+        """
         config = self.config
         errors: list[str] = []
         for path in paths:  # a path that is listed twice counts twice, as in verl
@@ -161,6 +174,7 @@ class PromptFiles:
         return self.make_prompt(example, self._encode(example), ordinal)
 
     def make_prompt(self, example: Example, ids: Sequence[int], ordinal: int) -> Prompt:
+        """Return the prompt of an example with these ids."""
         uid = example.name or example.content_hash
         if example.name is not None and int(example.name_hash, 16) in self._ambiguous_names:
             uid = f"{example.name}/{example.content_hash}"
@@ -275,7 +289,10 @@ class PromptStream:
         self._order = DrawOrder(len(self.files), self.seed, bool(config.shuffle))
 
     def _choose(self, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Choose ``train_max_samples`` examples of all files, with ``shuffle`` by the seed."""
+        """Choose ``data.train_max_samples`` examples of all files together.
+
+        They are the first ones, or with ``data.shuffle`` chosen by the seed.
+        """
         total = sum(sizes)
         ends = np.cumsum(sizes)
         chosen = np.arange(total)
@@ -292,6 +309,7 @@ class PromptStream:
         return len(self.files)
 
     def prompt(self, ordinal: int) -> Prompt:
+        """Return the prompt that is drawn at this ordinal."""
         return self.files.prompt(self._order.index(ordinal), ordinal)
 
     def epoch(self, ordinal: int) -> int:

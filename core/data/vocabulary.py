@@ -178,7 +178,10 @@ def _read_call(call: Any) -> Any:
 
 
 def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
-    """Return what the template writes behind an assistant's text. Raises ChatError."""
+    """Return what the template writes behind an assistant's text before these messages.
+
+    Raises ChatError.
+    """
     until_assistant = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
     _, mark, after = render([*until_assistant, *messages], **arguments).partition(MARK)
     if not mark:

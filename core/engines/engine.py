@@ -142,7 +142,10 @@ class Generation:
     position_offset: int = 0
 
     def write(self, token: int, logprob: float | None, kept: Sequence[int] | None = None) -> bool:
-        """Add a token; return whether it was the last. Raises FloatingPointError for a bad one."""
+        """Add a token and the ids that truncation kept; return whether it was the last token.
+
+        Raises FloatingPointError if the log-prob is not finite.
+        """
         if logprob is None or not -np.inf < logprob < np.inf:
             raise FloatingPointError(
                 "the model's logits are not finite: its weights hold NaN or infinite values"
@@ -223,7 +226,10 @@ class RolloutEngine:
         raise NotImplementedError
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, float32."""
+        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, float32.
+
+        They are compared with the learner's after a weight sync.
+        """
         raise NotImplementedError
 
     def _begin(self, request: SampleRequest) -> Generation:
@@ -258,7 +264,10 @@ class RolloutEngine:
         return self.end_update(version)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the processes to which rank 0 broadcasts; devices count from ``first_rank``."""
+        """Join the group of ``size`` processes in which rank 0 broadcasts weights.
+
+        The engine's devices are ``first_rank`` and those that follow.
+        """
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
@@ -278,7 +287,10 @@ class RolloutEngine:
         self._copy(bucket.weights, values)
 
     def end_update(self, version: int) -> list[Proof]:
-        """Set ``policy_version``, drop what older weights computed, return a proof a device."""
+        """Set ``policy_version`` and return a proof for each device.
+
+        Nothing that was computed with former weights (prefix caches) outlives it.
+        """
         proofs = self._finish()
         self.asleep = False
         self.policy_version = version

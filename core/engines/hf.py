@@ -88,7 +88,10 @@ class HFEngine(InProcessEngine):
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Add the rows that have room; a prompt is prefilled once for all of its rows."""
+        """Add the rows that have room.
+
+        Rows with one prompt share one prefill. A prompt of a row that decodes needs none.
+        """
         count = self._room()
         if not count:
             return
@@ -250,7 +253,11 @@ def _with_spare(rows: int) -> int:
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Prepare a model: no dropout or gradients, attention of this module. Raises InputError."""
+    """Prepare a model for inference: no dropout, no gradients, the attention of this module.
+
+    Raises InputError for a model that does not take it, and for one with eager attention, which it
+    may need for soft-capped scores or sinks.
+    """
     model = model.eval().requires_grad_(False)
     if dtype is not None:
         # Not the buffers: rotary frequencies would lose their precision in bf16

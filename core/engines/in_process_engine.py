@@ -129,6 +129,7 @@ class InProcessEngine(RolloutEngine):
         raise NotImplementedError
 
     def _drop(self, generations: list[Generation]) -> None:
+        """Drop running generations."""
         raise NotImplementedError
 
 

@@ -133,7 +133,10 @@ class SGLangEngine(RolloutEngine):
                 await asyncio.sleep(PAUSE_S * attempts)
 
     async def _follow(self, name: str, generation: Generation) -> None:
-        """Write what the server samples until the generation ends, and abort the rest of it."""
+        """Write what the server samples to the generation until it ends.
+
+        Aborts the request unless the server has ended it.
+        """
         reason = None
         try:
             async with aclosing(self.server.generate(self._body(name, generation))) as parts:
@@ -264,7 +267,10 @@ class SGLangServer:
     async def generate(
         self, body: Mapping[str, Any]
     ) -> AsyncIterator[tuple[list[int], list[Any], str | None]]:
-        """Yield new ids, log-probs and the reason for the end. Raises CutStream."""
+        """Yield what is new of a streamed response: ids, log-probs, and the reason for its end.
+
+        Raises CutStream if a part lacks something.
+        """
         known = 0
         try:
             async with aclosing(self._http.lines("POST", f"{self.url}/generate", body)) as lines:

@@ -237,7 +237,10 @@ class VLLMEngine(InProcessEngine):
         return np.array(outputs[0].prompt_logprobs.logprobs, np.float32)
 
     def _guarded(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        """Call a method of vLLM's. Raises WorkersLost if one of its processes died."""
+        """Call a method of vLLM's.
+
+        Raises WorkersLost if one of its processes died: the run may start again.
+        """
         try:
             with _hf_advised():
                 return method(*arguments, **named)
@@ -310,7 +313,10 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments for the CPU build: a bounded cache, and prompts that are computed whole."""
+    """Return the arguments that the CPU build needs.
+
+    The cache is bounded, and prompts are computed whole, as torch's generator requires.
+    """
     tokens = max(options.get("max_num_batched_tokens", 0), options["max_model_len"])
     return {
         "kv_cache_memory_bytes": CPU_CACHE_BYTES,

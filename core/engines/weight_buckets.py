@@ -248,7 +248,10 @@ def pack(
 
 
 def staged_size(weights: Sequence[Weight], limit: int) -> int:
-    """Return the bytes of staging memory. Raises InputError: a weight is larger than a bucket."""
+    """Return the bytes of staging memory that the weights need.
+
+    Raises InputError for a weight that is larger than a bucket.
+    """
     largest = max(weights, key=lambda weight: weight.room)
     if largest.room > limit:
         raise InputError(
@@ -260,7 +263,10 @@ def staged_size(weights: Sequence[Weight], limit: int) -> int:
 
 
 def merged(buckets: Sequence[Bucket]) -> Bucket:
-    """Return the bucket of all ranks. Raises RuntimeError if they gathered different bytes."""
+    """Return the bucket of all ranks, with the files of all nodes.
+
+    Raises RuntimeError if ranks gathered different bytes.
+    """
     staged = [bucket for bucket in buckets if bucket.checksum is not None]
     checksums = {bucket.checksum for bucket in staged}
     contents = {bucket.weights for bucket in buckets}

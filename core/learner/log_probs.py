@@ -30,6 +30,7 @@ class KeptIds(NamedTuple):
     counts: Tensor  # [N] int64; a token with 0 ids has the whole vocabulary
 
     def of_tokens(self, part: slice) -> KeptIds:
+        """Return the ids of some tokens."""
         counts = self.counts[part]
         first = int(self.counts[: part.start].sum())
         return KeptIds(self.ids[first : first + int(counts.sum())], counts)

@@ -52,6 +52,7 @@ class Ranks:
         return [value]
 
     def gather_metrics(self, metrics: MetricSums) -> MetricSums:
+        """Return the metrics of all ranks together."""
         of_all_ranks = MetricSums()
         for of_rank in self.gather(metrics):
             of_all_ranks.merge(of_rank)

@@ -35,7 +35,11 @@ def fsdp_config(config: Config, name: str) -> FSDPConfig:
 
 
 class Placement(Protocol):
-    """Where models are and how their passes are computed: whole here, or sharded over ranks."""
+    """Where models are and how their passes are computed.
+
+    :class:`WholeModels` keeps them in this process, and
+    :class:`core.cluster.learner_rank.ShardedModels` shards them over ranks.
+    """
 
     def place(self, name: str, load: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
         """Return a model with its weights. ``load(on_meta)`` makes it with or without them."""
@@ -155,6 +159,7 @@ class Models:
     # -- phases ----------------------------------------------------------------------------------
 
     def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which a model can compute, and its optimizer if it ``updates``."""
         part = (self.trained | self.frozen)[name]
         return self.placement.at_work(name, part, updates=updates)
 
@@ -171,17 +176,20 @@ class Models:
         return log_prob_N
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
+        """Return the critic's values, [N]."""
         with self.at_work("critic"):
             return self.critic.values(batch)
 
     def update_actor(
         self, mini_batches: Iterable[TrainBatch], lr_multiplier: float
     ) -> dict[str, float]:
+        """Take an optimizer step of the policy for each mini-batch. Return metrics."""
         with self.at_work("actor", updates=True):
             return self.actor.update(mini_batches, lr_multiplier)
 
     def update_critic(
         self, mini_batches: Iterable[TrainBatch], lr_multiplier: float
     ) -> dict[str, float]:
+        """Take an optimizer step of the critic for each mini-batch. Return metrics."""
         with self.at_work("critic", updates=True):
             return self.critic.update(mini_batches, lr_multiplier)

@@ -7,7 +7,10 @@ from typing import Any
 
 
 class BatchCalls:
-    """Calls a function of a list of items, those that arrived during the call before."""
+    """Calls a function of a list, one call at a time.
+
+    Each call has the items that arrived during the call before.
+    """
 
     def __init__(self, function: Callable[[list[Any]], Any]):
         self.function = function

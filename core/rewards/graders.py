@@ -44,7 +44,10 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class InProcess:
-    """Grades in this process; scorers whose libraries may not finish grade in ``pool``."""
+    """Grades in this process, one answer after the other.
+
+    Scorers whose libraries may not finish grade in ``pool``.
+    """
 
     scorers: Scorers
     pool: GraderPool
@@ -104,7 +107,10 @@ class GraderPool:
         self.settings["preload"] = sorted({*self.settings["preload"], *libraries})
 
     async def run(self, job: Job) -> Score | Failure:
-        """Return the result of an answer. Raises WorkersLost if no grader starts."""
+        """Return the result of an answer.
+
+        Raises WorkersLost if no grader starts, which is never the fault of an answer.
+        """
         try:
             line = to_json(vars(job))
         except (TypeError, ValueError) as error:
@@ -191,7 +197,10 @@ class Grader:
             )
 
     def _ask(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> bytes:
-        """Send a line, return the next one, or nothing if the process ends. Raises TimeoutError."""
+        """Send a line and return the next one, or nothing if the process ends.
+
+        Raises TimeoutError.
+        """
         end = time.monotonic() + seconds
         reply = bytearray()
         with contextlib.suppress(BrokenPipeError):  # it is dead, which reading finds
@@ -235,7 +244,10 @@ class Grader:
 
 
 def _write(pipe: int, line: bytes, end: float) -> None:
-    """Write to a pipe that does not block. Raises TimeoutError at the time ``end``."""
+    """Write to a pipe that does not block.
+
+    Raises TimeoutError at the time ``end`` if nobody reads the other side.
+    """
     unsent = memoryview(line)
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_WRITE)
@@ -246,7 +258,10 @@ def _write(pipe: int, line: bytes, end: float) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON for a grader. Raises TypeError or ValueError that name what is not JSON."""
+    """Return a value as the JSON for a grader.
+
+    Raises TypeError or ValueError that names what is not JSON.
+    """
 
     def as_dict(value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):

@@ -61,7 +61,10 @@ RewardModelCall = Callable[[Sequence[Answer]], Scores | Awaitable[Scores]]
 
 
 def model_score(value: float, cut: bool = False, **more: float) -> Score | Failure:
-    """Return a model's score; ``cut``: the model did not see the end of the answer."""
+    """Return the score of a reward model or a judge.
+
+    ``cut`` is True if the model did not see the end of the answer.
+    """
     if not math.isfinite(value):
         return Failure(ScoreStatus.CRASH, f"the reward model gave {value}\n")
     return Score(value, {"model": value, "model_cut": float(cut), **more})
@@ -187,12 +190,18 @@ class Scorers:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """Return a scorer's libraries whose work may not end. Raises UnknownDataSource."""
+        """Return the libraries of a data source's scorer whose work may not end.
+
+        Raises UnknownDataSource.
+        """
         scorer = self.scorer(data_source)
         return tuple(scorer.libraries(**self.options(scorer)))
 
     def __call__(self, job: Job) -> Any:
-        """Return the scorer's result, or an awaitable of it; :func:`as_score` reads it."""
+        """Return the scorer's result, which :func:`as_score` reads.
+
+        An async function returns an awaitable of it.
+        """
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
@@ -231,7 +240,10 @@ def as_score(result: Any) -> Score:
 
 
 def _parts(fields: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return finite numbers, and other fields as texts. Raises ScoreError if acc is no number."""
+    """Return the fields that are finite numbers, and the others as texts.
+
+    Raises ScoreError if ``acc`` is among the others.
+    """
     parts: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, value in fields.items():

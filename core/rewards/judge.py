@@ -50,7 +50,10 @@ class NoNumber(ValueError):
 
 
 class Judge:
-    """Grades answers by ``reward_model.judge``. Raises InputError for an unusable template."""
+    """Grades answers by ``reward_model.judge``.
+
+    Raises InputError for a template that cannot be used.
+    """
 
     def __init__(self, config: JudgeConfig):
         self.config = config
@@ -69,11 +72,17 @@ class Judge:
         self._failed_in_row = 0
 
     async def run(self, answer: Answer) -> Score | Failure:
-        """Return an answer's score or failure. Raises JudgeLost after MAX_FAILURES in a row."""
+        """Return the answer's number, or why it has none.
+
+        Raises JudgeLost after MAX_FAILURES answers in a row without a number.
+        """
         return await asyncio.wrap_future(self.http.submit(self._grade(answer)))
 
     def check(self) -> None:
-        """Raise InputError if the server cannot be used; kept replies need no server."""
+        """Raise InputError if the server cannot be used.
+
+        If replies are kept, nothing is checked: a repeated run needs no server.
+        """
         if len(self.kept):
             return
         request = self.http.send_once("GET", f"{self.url}/models", longest_s=20.0)
@@ -143,7 +152,10 @@ class Judge:
         return Failure(status, f"the judge: {error!s:.300}\n")
 
     async def _reply(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the reply that is kept for a request, or a new one. Raises RequestFailed."""
+        """Return the reply to a request, kept or new: nothing else decides it.
+
+        Raises RequestFailed.
+        """
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         kept = self.kept.get(key, retry=True)
         if kept is not None:
@@ -225,7 +237,10 @@ def _read_template(path: str | Path) -> str:
 
 
 def _read_completion(reply: HttpReply) -> dict[str, Any]:
-    """Return text, finish and tokens of a reply. Raises RequestFailed: it has no text."""
+    """Return the text, the reason for its end and the tokens of a reply.
+
+    Only the text is indispensable.
+    """
     answer = reply.json()
     try:
         choice = answer["choices"][0]

@@ -46,7 +46,10 @@ class RewardError(InputError):
 
 
 class RewardLayer:
-    """Scores trajectories by the configuration. Raises InputError with all of its problems."""
+    """Scores trajectories by the sections ``reward_model`` and ``custom_reward_function``.
+
+    Raises InputError, with all problems, for a configuration that cannot work.
+    """
 
     def __init__(self, config: Config):
         reward = config.reward_model
@@ -158,7 +161,10 @@ class RewardLayer:
     def grade_text(
         self, row: Prompt | Example, response: str, ground_truth: Any
     ) -> Score | Failure:
-        """Grade an answer that is known before the run."""
+        """Grade an answer that is known before the run.
+
+        A user's function also gets the row's ``extra_info``.
+        """
         job = self.job(row, trajectory_of_text(response))
         job = dataclasses.replace(job, ground_truth=ground_truth)
         if self.scorers.custom is None:  # the examples of a built-in scorer belong to no row
@@ -166,6 +172,7 @@ class RewardLayer:
         return asyncio.run(self.manager.run(job))
 
     async def _score_by_model(self, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
+        """Return the score of the judge or the reward model."""
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
@@ -206,7 +213,10 @@ class Failures:
             log.warning("%sShown once; reward/failed_rate has the share of each step", report)
 
     def rate(self, name: str) -> dict[str, float]:
-        """Return the share of failures since the last call, those of dropped groups included."""
+        """Return the share of failures since the last call, if there were answers.
+
+        Answers of dropped groups count.
+        """
         share = {name: self.failed / self.answers} if self.answers else {}
         self.answers = 0
         self.failed = 0
@@ -268,7 +278,10 @@ def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, An
 
 
 def grader_count(reward: RewardModelConfig) -> int:
-    """Return the number of graders: one a core, by default at most 4, within Fusion's limit."""
+    """Return the number of graders: one per core, and at most 4 if num_workers is not set.
+
+    A Sandbox Fusion server allows at most ``max_concurrent``.
+    """
     count = reward.num_workers or min(4, os.cpu_count() or 1)
     if reward.sandbox_fusion.url:
         count = min(count, reward.sandbox_fusion.max_concurrent)

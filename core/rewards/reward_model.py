@@ -35,7 +35,10 @@ CLASSIFIERS = {
 
 
 def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
-    """Return the model's tokenizer; None if it reads the policy's ids. Raises InputError."""
+    """Return the reward model's tokenizer, or None if the model reads the policy's token ids.
+
+    Raises InputError.
+    """
     if config.input_tokenizer is None:
         return None
     path = resolve_path(config.path, PATH_KEY, weights=False)
@@ -50,7 +53,11 @@ def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
 
 
 def load_classifier(model: RewardModelModelConfig) -> tuple[nn.Module, bool]:
-    """Load a classifier of one label; return it and whether it labels tokens. Raises InputError."""
+    """Load a trained classifier with one label; return it and whether it labels tokens.
+
+    The other kind labels sequences. Weights have the number format of the passes. Raises InputError
+    for a folder that holds anything else.
+    """
     import transformers
 
     path = resolve_path(model.path, PATH_KEY)
@@ -138,7 +145,10 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of each pass, longest first, within its bound of padded tokens."""
+        """Yield the indices of each pass, longest first, within its bound of padded tokens.
+
+        Empty sequences are in no pass.
+        """
         filled = [i for i, length in enumerate(lengths) if length]
         order = sorted(filled, key=lambda i: -lengths[i])
         budget = self.config.forward_max_token_len_per_gpu

@@ -167,7 +167,10 @@ def _check_examples(
 
 
 def _try_function(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] | None:
-    """Return an answer that the user's function can grade, with its score; else add a problem."""
+    """Return an answer to a row that the user's function can grade, with its score.
+
+    Add a problem if it fails on every answer.
+    """
     failures: list[Failure] = []
     for answer in trial_answers(layer.scorers.scorer(row.data_source), row.ground_truth):
         result = layer.grade_text(row, answer, row.ground_truth)
@@ -189,7 +192,11 @@ def _try_function(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str
 
 
 def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer: Any) -> None:
-    """Warn of special tokens that a scorer looks for: its text is decoded without them."""
+    """Warn of special tokens that a scorer looks for: its text is decoded without them.
+
+    They are the tokens without which an answer that was tried gets another score, and those in the
+    code of a user's function.
+    """
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     marks = special - {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
     custom = layer.scorers.custom
@@ -221,7 +228,11 @@ def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer
 
 
 def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
-    """Return a function's EXAMPLES, or the ground truth in usual forms and an empty answer."""
+    """Return answers of which a user's function should be able to grade one, right or wrong.
+
+    They are its module's ``EXAMPLES``, or the ground truth in the usual forms, and the empty
+    answer.
+    """
     if scorer.examples:
         return tuple(response for response, _, _ in scorer.examples)
     gold = ground_truth

@@ -235,7 +235,10 @@ class Episode:
         *,
         counted: bool = True,
     ) -> Any:
-        """Await a tool; ``counted``: the policy called it. Raises TimeoutError, and as the tool."""
+        """Await a tool. ``counted``: it is a call that the policy made.
+
+        Raises TimeoutError after ``timeout_s``, and what the tool raises.
+        """
         self.tool_calls += counted
 
         async def bounded_job() -> Any:

@@ -11,7 +11,10 @@ from typing import Any
 
 
 class Barrier:
-    """Runs tools and scorers. Results of the kinds that it ``holds`` return when no job is left."""
+    """Runs tools and scorers. Results of a kind in ``holds`` are returned together.
+
+    They are returned when no job of a held kind is outstanding.
+    """
 
     def __init__(self) -> None:
         self.holds: frozenset[str] = frozenset()  # of "tools" and "scores"

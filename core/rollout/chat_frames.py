@@ -35,7 +35,10 @@ class ChatFrames:
         )
 
     def check(self, messages: Sequence[Message], **arguments: Any) -> None:
-        """Raise ChatError if messages of these roles cannot be written."""
+        """Raise ChatError if messages of these roles cannot be written.
+
+        Without a chat template only a tool's can.
+        """
         if not self.has_template and {message["role"] for message in messages} == {"tool"}:
             return
         marked = [{**message, "content": MARK} for message in messages]

@@ -67,10 +67,12 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> list[str]:
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def described_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the policy may call."""
         return self.tools if self.tool_choice == "auto" else []
 
     @property

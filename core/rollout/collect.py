@@ -204,7 +204,10 @@ class GroupsInProgress:
 
     @property
     def keep_rate(self) -> float:
-        """Average the previous rate, weighted as ``wanted`` groups, with this collection's."""
+        """The keep rate up to now.
+
+        The previous rate, weighted as ``wanted`` groups, averaged with this collection's groups.
+        """
         wanted = self.limits.wanted
         return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
 

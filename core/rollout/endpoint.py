@@ -55,6 +55,7 @@ class Endpoint:
         self._thread.join(timeout=10)
 
     async def answer(self, request: Request) -> Response:
+        """Answer a request for completions."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         session = self.sessions.get(token)
         if session is None:

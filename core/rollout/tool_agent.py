@@ -76,7 +76,10 @@ def behind_thought(text: str, thinking: bool) -> str:
 
 @dataclass(eq=False, repr=False)
 class Instance:
-    """A tool or a simulated user in one episode; ``kwargs`` are the example's, by method."""
+    """A tool or a simulated user in one episode.
+
+    ``kwargs`` has the example's arguments of each method.
+    """
 
     owner: BaseTool | BaseInteraction
     kwargs: Mapping[str, Any]
@@ -87,7 +90,10 @@ class Instance:
     failure: Exception | None = None  # it could not begin
 
     async def call(self, name: str, *args: Any, counted: bool = False) -> Any:
-        """Return what a method returns; ``counted``: the policy made the call."""
+        """Return what a method returns, or raise what it raises.
+
+        ``counted``: it is a call that the policy made.
+        """
         if self.failure is not None:
             raise self.failure
         job = partial(self.calls.call, self.bound(name, *args), self.timeout_s)
@@ -99,7 +105,10 @@ class Instance:
 
 
 def parse_answer(answer: Any) -> tuple[str, float | None]:
-    """Return text and reward of a tool's answer: a text, or (text or ToolResponse, reward, ...)."""
+    """Return the text and the reward of a tool's answer.
+
+    It is a text, or a tuple of a text or ToolResponse, a reward and metrics.
+    """
     response = answer
     reward = None
     if isinstance(answer, tuple) and len(answer) > 1:
@@ -133,7 +142,11 @@ def parse_number(value: Any, name: str) -> float | None:
 
 
 class ToolAgentLoop(AgentLoop):
-    """Alternates the policy with tools and simulated users. Raises InputError."""
+    """Alternates the policy with tools and simulated users.
+
+    Raises InputError for a broken file of tools or users, for a chat template that cannot write
+    their turns, and for a tokenizer that hides calls.
+    """
 
     tags = (THOUGHT, "</think>", "<tool_call>", "</tool_call>")
 
@@ -315,7 +328,10 @@ class ToolAgentLoop(AgentLoop):
         return [] if ends else [writable(text)]
 
     def cut(self, text: str) -> str:
-        """Cut a text by ``max_tool_response_length`` and ``tool_response_truncate_side``."""
+        """Return at most ``max_tool_response_length`` characters of a text.
+
+        ``tool_response_truncate_side`` decides which side is kept, by verl's rule.
+        """
         most = self.options.max_tool_response_length
         if len(text) <= most:
             return text
@@ -326,7 +342,10 @@ class ToolAgentLoop(AgentLoop):
         return f"{before}{'...' if before else ''}(truncated){'...' if behind else ''}{behind}"
 
     def add(self, role: str, texts: Sequence[str], episode: Episode) -> bool:
-        """Append messages of a role; return whether the policy can go on."""
+        """Append messages of a role and the beginning of the policy's next turn.
+
+        Return whether the policy can go on.
+        """
         replies = [{"role": role, "content": text} for text in texts]
         text, ids = self.frames.encode(
             replies, episode.last_id, episode.stop, **self.described_tools

@@ -168,7 +168,10 @@ class ListedClass(BaseModel):
 
 
 def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
-    """Return the tools or users of a file by name. Raises InputError with all problems."""
+    """Return the tools or users of a file by name, in its order; none without a file.
+
+    Raises InputError with all problems.
+    """
     if path is None:
         return {}
     where = f"{base.KEY}={path}"

@@ -9,13 +9,19 @@ from typing import Any
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line; half a surrogate pair is written as an escape of JSON."""
+    """Return a row as a line.
+
+    Half a surrogate pair, which no file can hold, is written as an escape of JSON.
+    """
     text = json.dumps(row, ensure_ascii=False, default=str)
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add the rows to the file and sync it: all of them, or none. Raises OSError."""
+    """Add the rows to the file; they are on disk when this returns.
+
+    Raises OSError, and leaves no part of a line then.
+    """
     unwritten = memoryview("".join(map(json_line, rows)).encode())
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -53,7 +59,10 @@ def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Raises ValueError if a line before the last is damaged."""
+    """Return the rows of a file, without an incomplete last line.
+
+    Raises ValueError if another line is damaged.
+    """
     rows, damaged = intact_rows(path)
     if damaged:
         raise ValueError(f"{path}, {damaged[0]}")

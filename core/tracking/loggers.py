@@ -52,7 +52,10 @@ def check_loggers(names: Iterable[str]) -> None:
 
 
 class Loggers:
-    """The loggers of a run. Raises InputError: one could not begin."""
+    """The loggers of a run. One that fails is switched off with a warning.
+
+    Raises InputError: a logger could not begin, or what :func:`check_loggers` finds.
+    """
 
     def __init__(self, run: LoggedRun) -> None:
         self._each: dict[str, Any] = {}
@@ -69,7 +72,10 @@ class Loggers:
                 ) from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log`` or ``close`` of each logger; one that fails is switched off."""
+        """Call ``log`` or ``close`` of each logger.
+
+        A logger that fails is switched off: a server that is away may stay away.
+        """
         for name, logger in list(self._each.items()):
             try:
                 getattr(logger, method)(*arguments)
@@ -138,7 +144,10 @@ class ConsoleLogger:
 
 
 class TensorboardLogger:
-    """Writes files in ``<run folder>/tensorboard``; a resumed run adds a file."""
+    """Writes files in ``<run folder>/tensorboard``.
+
+    A resumed run adds a file, whose steps repeat those after its checkpoint.
+    """
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -185,7 +194,11 @@ class WandbLogger:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show progress, as a bar or in lines of a log; yield the function that counts a unit."""
+    """Show the progress of ``total`` units of work; yield the function that counts one of them.
+
+    A terminal shows a bar. A log gets a line at most every tenth of the work and every
+    LINE_PAUSE_S seconds.
+    """
     if sys.stderr.isatty():
         from tqdm import tqdm
 

@@ -23,7 +23,10 @@ class MetricSums:
             self.counts[name] += float(mask_N.sum())
 
     def add_value(self, name: str, value: float, *, counts: bool = True) -> None:
-        """Add a number of an optimizer step, or with ``counts=False`` a further part of it."""
+        """Add a number of an optimizer step.
+
+        ``counts=False`` adds another partial sum to the same optimizer step.
+        """
         self.sums[name] += value
         self.counts[name] += counts
 

@@ -54,7 +54,11 @@ def begun(
     models: Mapping[str, Any],
     changes: Changes,
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts or resumes. Raises InputError: it is damaged."""
+    """Return the manifest of a run that starts, or resumes after step ``resume``.
+
+    It has an entry for this process. ``models`` are the places of the weights that the run starts
+    with, and their SHA-256. Raises InputError for a manifest that is damaged.
+    """
     manifest = {
         "run": path.parent.resolve().name,
         "recipe": recipe,
@@ -159,7 +163,10 @@ def hardware() -> dict[str, Any]:
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Return path or URL, size and sha256 of each file that is on this machine, or was copied."""
+    """Return path or URL, size and sha256 of each file that is on this machine.
+
+    A file at a URL is, if it was copied to it.
+    """
     entries = []
     for name in files:
         path = Path(local_path(name, "data")).expanduser()

@@ -97,7 +97,10 @@ class Tracker:
         attempt(self.run_dir / MANIFEST, self._write_manifest)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Append a step, above the last one, to metrics.jsonl and send it to the loggers."""
+        """Append a step to metrics.jsonl and send it to the loggers.
+
+        Raises ValueError if the step is not above the last one.
+        """
         if metrics.step <= self.last_step:
             raise ValueError(
                 f"step {metrics.step} logged after {self.last_step}: each step is logged once, "
@@ -122,11 +125,17 @@ class Tracker:
         return (self.run_dir / "validation" / f"{step}.jsonl").exists()
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
-        """Keep each question's scores, for intervals and paired comparisons."""
+        """Keep each question's scores, for intervals and paired comparisons.
+
+        A repeated step is replaced.
+        """
         self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
-        """Write ``<folder>/<step>.jsonl`` as verl does; ``key`` is the key of a folder's URL."""
+        """Write ``<folder>/<step>.jsonl``, as verl does.
+
+        ``key`` is the configuration's key of a folder that may be a URL.
+        """
         name = f"{step}.jsonl"
         text = "".join(map(json_line, rows))
 
@@ -156,7 +165,10 @@ class Tracker:
         attempt(self.run_dir / SAMPLES, lambda: append(self.run_dir / SAMPLES, kept))
 
     def close(self, status: str) -> None:
-        """End the run, once: ``finished``, ``stopped`` (by the user) or ``failed``."""
+        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``.
+
+        A second call changes nothing.
+        """
         if self.manifest["status"] == "running":
             self._end(status)
             self._loggers.call("close", status == "failed")
@@ -212,7 +224,10 @@ def _drop_after(run_dir: Path, step: int) -> None:
 def generation_rows(
     step: int, groups: Sequence[ScoredGroup], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Return a row for each trajectory under verl's names; ``output`` has tools' text too."""
+    """Return one row a trajectory, under verl's names.
+
+    ``output`` is the whole response, tool text included.
+    """
     rows = []
     for group in groups:
         prompt = group.prompt
@@ -246,7 +261,10 @@ def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
-    """Write a record and return whether it worked; if not, it costs a warning."""
+    """Write a record and return whether it worked.
+
+    A record that cannot be written costs a warning, never the training.
+    """
     try:
         write()
     except (OSError, WriteFailed) as error:
@@ -257,6 +275,9 @@ def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a record, maybe incomplete, named ``step_N`` or ``N``; -1 for others."""
+    """Return the step of a record named ``step_N`` or ``N``; -1 for another name.
+
+    The record may be incomplete.
+    """
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1

@@ -54,7 +54,10 @@ def t_quantile(df: int) -> float:
 
 
 def wilson(mean: float, n: float) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval (1927) of a proportion in ``n`` independent trials."""
+    """Return Wilson's 95 % score interval of a proportion in ``n`` independent trials.
+
+    Wilson 1927.
+    """
     z2 = Z95**2
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
@@ -62,7 +65,10 @@ def wilson(mean: float, n: float) -> tuple[float, float]:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean of values with Student's 95 % interval; a single one has no bounds."""
+    """Return the mean of independent values with Student's 95 % interval.
+
+    A single value has no bounds.
+    """
     n = len(values)
     mean = statistics.fmean(values)
     if n < 2:
@@ -113,7 +119,10 @@ class ValRecord:
 
     @classmethod
     def of(cls, group: ScoredGroup) -> ValRecord:
-        """Return the record of a scored group; a part that a sample lacks counts as 0."""
+        """Return the record of a scored group.
+
+        A part that only some samples have counts as 0 in the others.
+        """
         parts = sorted({name for score in group.scores for name in score.parts})
         values = {
             name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores)
@@ -146,7 +155,10 @@ class ValRecord:
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Return the expected best of ``k`` of the samples; for 0/1 values the unbiased ``pass@k``."""
+    """Return the expected best of ``k`` samples drawn without replacement.
+
+    For 0/1 values it is the unbiased ``pass@k``.
+    """
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must lie between 1 and the {n} samples of the question")
@@ -156,7 +168,10 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
-    """Return the value of the most frequent answer, the first of several; of none the first."""
+    """Return the value of the answer that most samples gave, the first seen of several.
+
+    Without any answer it is the first sample's value.
+    """
     votes = Counter(pred for pred in preds if pred is not None)
     if not votes:
         return values[0]

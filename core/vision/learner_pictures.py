@@ -40,7 +40,10 @@ class PictureInputs:
 
 
 def freeze_vision_tower(module: nn.Module) -> None:
-    """Freeze the part that reads pictures. Raises InputError for a model without one."""
+    """Freeze the part that reads pictures, its merger included.
+
+    Raises InputError for a model without one.
+    """
     tower = getattr(module.base_model, "visual", None)
     if tower is None:
         key = "actor_rollout_ref.actor.freeze_vision_tower=True"
@@ -89,7 +92,10 @@ def run_with_pictures(
 
 
 def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-    """Run the body on text and the tower on one grey token: its gradients are 0, not missing."""
+    """Return what the body returns of text, after a pass of the tower over one grey token.
+
+    The tower's gradients are then 0, and not missing.
+    """
     vision = module.config.vision_config
     merge = vision.spatial_merge_size
     patch_size = vision.patch_size**2 * vision.temporal_patch_size * 3

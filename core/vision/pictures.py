@@ -80,7 +80,10 @@ class PictureFormat:
 
     @classmethod
     def of(cls, config: Any, path: str, tokenizer: Any) -> PictureFormat:
-        """Return how the model of a folder or hub id reads pictures. Raises InputError."""
+        """Return how the model of a folder or hub id with this config reads pictures.
+
+        Raises InputError.
+        """
         where = f"actor_rollout_ref.model.path={path}"
         token_ids = [getattr(config, name) for name in NAMES]
         tokens = tokenizer.convert_ids_to_tokens(token_ids)
@@ -162,7 +165,10 @@ class Pictures:
         return sum(picture.tokens for picture in self.pictures)
 
     def mark(self, prompt: str | Sequence[Mapping[str, Any]]) -> Any:
-        """Return a text or a chat with the model's mark for each picture. Raises MediaError."""
+        """Return the prompt, a text or a chat, with the model's mark in each picture's place.
+
+        Raises MediaError.
+        """
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         marked = []
         places = 0
@@ -212,7 +218,10 @@ class StoredPicture(NamedTuple):
 
 
 def stored_picture(cell: Any) -> StoredPicture:
-    """Return the picture of a cell: a mapping as of ``datasets``, or bytes. Raises MediaError."""
+    """Return the picture of a parquet cell: a mapping as of ``datasets``, or bytes.
+
+    Raises MediaError.
+    """
     fields = cell if isinstance(cell, Mapping) else {"bytes": cell}
     sides = [name for name in CELL_SIDES if fields.get(name) is not None]
     if sides:
