@@ -189,7 +189,11 @@ def ranks_on_cpus(composed: Composed) -> Problem | None:
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
-    """Return what is wrong in the files of a dry run: all that a start reads, if all are here."""
+    """Return what is wrong in the local files of a dry run.
+
+    If data and model are on this machine, everything is read as a start reads it: data, tokenizer,
+    reward function, hooks, tools. Otherwise only loggers, columns, first rows and the function are.
+    """
     from core.data.parquet import ExampleFile
     from core.rewards.grading import CustomFunction
     from core.tracking.loggers import check_loggers

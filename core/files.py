@@ -46,7 +46,11 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write; its file replaces ``path`` as a whole, or nothing is left of it."""
+    """Yield a path to write to; the file there replaces ``path`` at the end of the block.
+
+    A reader, also after a kill, finds the old content or the new one. If the block raises, nothing
+    new is left.
+    """
     # Two processes may write the same file
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -127,7 +131,11 @@ def place(url: str, key: str, *, look: bool = False) -> tuple[Any, str]:
 
 
 def local_path(path: str | Path, key: str = "URL", *, without: Sequence[str] = ()) -> str:
-    """Return a path, or that of a URL's copy here (without some files). Raises InputError."""
+    """Return a path as it is, or the path of a URL's copy on this node.
+
+    A process gets the same copy each time. Files of a folder whose names match ``without`` are not
+    copied. Raises InputError, which names ``key``.
+    """
     if not is_url(path):
         return str(path)
     return _copied(str(path).rstrip("/"), key, tuple(without))

@@ -137,7 +137,10 @@ class Trajectory:
             raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
-        """Keep it short: asyncio (3.11) formats groups, which took longer than collecting them."""
+        """Return a short text.
+
+        asyncio of Python 3.11 formats a step's groups, which took longer than collecting them.
+        """
         return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property

@@ -102,7 +102,11 @@ class DriverState:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``driver.pt`` without prompts. Raises InputError for what cannot be read back."""
+        """Write ``driver.pt`` without prompts: the run draws them again by their ordinals.
+
+        Raises InputError, now and not at the resume, where a user's function left a value that
+        cannot be read back.
+        """
         carried = self._with_prompts(lambda ordinal: None)
         state = {**vars(self), "carried": carried, "values": dict(self.values)}
         save_tensors(folder / DRIVER, state)

@@ -57,7 +57,11 @@ class DamagedCheckpoint(InputError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete folder with verified hashes, which no writer deletes until it is released."""
+    """A complete folder whose hashes were verified when this object was made.
+
+    No writer deletes the folder until it is released: a run that only validates reads it beside one
+    that trains.
+    """
 
     folder: Path
     step: int
@@ -161,7 +165,11 @@ def steps_among(names: Iterable[str]) -> list[int]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run under ``root``, of which the ``keep`` newest stay; None: all."""
+    """The checkpoints of one run, under ``root``, which need not exist yet.
+
+    Reading takes no lock and changes nothing. ``keep`` is how many of the newest stay
+    (``trainer.max_actor_ckpt_to_keep``); None keeps all.
+    """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: int | None = None):
         self.root = Path(root)
@@ -234,7 +242,11 @@ class CheckpointStore:
         provenance: Provenance | None = None,
         hashes: Mapping[str, str] | None = None,
     ) -> Iterator[Path]:
-        """Yield a folder that becomes ``global_step_<step>``, or goes. Raises WriteFailed."""
+        """Yield a temporary folder to fill, which becomes ``global_step_<step>``.
+
+        It is removed where anything fails. ``hashes`` are file -> SHA-256 of the files that the
+        block knows. Raises WriteFailed for a full disk.
+        """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
         try:
@@ -371,7 +383,11 @@ class RemoteCopy:
             download(fs, f"{path}/{name}", target, KEY, self.url)
 
     def send(self, step: int) -> None:
-        """Send the checkpoint of ``step`` and the run's files. Raises WriteFailed, InputError."""
+        """Send the run's files and the checkpoint of ``step``, and delete what is beyond ``keep``.
+
+        Raises WriteFailed, and InputError for a checkpoint there that this run did not send:
+        another run writes there.
+        """
         there = self.steps()
         folder = self.store.folder(step)
         if there and there[-1] > max(self.newest, step):

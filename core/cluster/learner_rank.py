@@ -151,7 +151,11 @@ class LearnerRank:
 
     @torch.no_grad()
     def save(self, folder: str) -> dict[str, str]:
-        """Write a folder and optimizer a model; all ranks must call it. Return file -> SHA-256."""
+        """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts.
+
+        All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote
+        and put on disk.
+        """
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         written = {}

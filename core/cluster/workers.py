@@ -122,7 +122,11 @@ class LocalWorkers:
         return self.models.update_critic(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the weights to the engine; compare them and a probe. Raises UnhealthyRun."""
+        """Hand the weights to the engine, in memory, and check by comparing them and a probe.
+
+        With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights
+        out of range.
+        """
         policy = self.models.actor
         expected = probe_log_probs(policy)
         if self.one_copy:

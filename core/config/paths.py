@@ -84,7 +84,11 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: Config, among: Collection[str] | None = None) -> list[Problem]:
-    """Return named paths that do not exist, of the keys in ``among``; None: of all, URLs too."""
+    """Return the named paths that do not exist, those of the keys in ``among``.
+
+    None means all keys: a run begins, and URLs are looked up. Otherwise only the driver of a URL
+    has to be there.
+    """
     problems: list[Problem] = []
     for key, path in dict.fromkeys(named(config)):
         # pathlib raises for an unknown user and for a long name

@@ -417,7 +417,10 @@ class Config(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks; those that share their sequences count once."""
+        """Return the ranks that get sequences of their section.
+
+        Ranks that share each sequence, or each layer, get the same sequences.
+        """
         return max(self.learner_ranks // self.actor_rollout_ref.actor.together, 1)
 
     # -- where it runs --

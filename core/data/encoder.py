@@ -92,7 +92,11 @@ class Encoder:
         return begin_answer(question, last["content"], continued)
 
     def opened_tag(self, prompt: Text, ids: Sequence[int]) -> str | None:
-        """Return the tag, such as ``<think>``, that a prompt opens for the policy to close."""
+        """Return the tag, such as ``<think>``, that a prompt opens for the policy to close.
+
+        A template or a plain string opens one by ending with it, a begun answer by beginning with
+        it. None if no tag is open.
+        """
         match = LAST_TAG.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
         if match is None and len(prompt) > 1 and not isinstance(prompt, str):
             begun = prompt[-1].get("content") or ""

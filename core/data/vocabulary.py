@@ -53,7 +53,11 @@ def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
 
 
 def end_ids(tokenizer: Any, generation: Any = None) -> frozenset[int]:
-    """Return the ids that end a turn: by tokenizer, generation config and chat template."""
+    """Return the ids that end a turn.
+
+    They are the tokenizer's end of sequence, those of the model's ``generation`` config, and what
+    the chat template writes behind an assistant's message.
+    """
     ids = list(template_ends(tokenizer).values())
     for source in (tokenizer, generation):
         eos = getattr(source, "eos_token_id", None)

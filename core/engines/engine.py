@@ -98,7 +98,11 @@ class SampleRequest:
 
 
 class StopRule:
-    """Decides after each token of a request whether its response has ended, for every engine."""
+    """Decides after every token whether a response has ended. Each request has its own rule.
+
+    Every engine decides here, so that a trajectory's ``stop`` means the same for all of them.
+    The order is: end of sequence, stop id, stop string, limit.
+    """
 
     def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
         self.eos = frozenset() if sampling.ignore_eos else eos

@@ -141,7 +141,11 @@ def mini_batches(
 
 
 def contributing_sequences(batch: TrainBatch, *, skip_zero_advantage: bool) -> Tensor:
-    """Return [B] bool: the sequences that can move a weight; the others may be left out."""
+    """Return [B] bool: the sequences that can move a weight; the others may be left out.
+
+    A sequence without loss weight moves nothing. Nor does one whose advantages are all zero, if no
+    other term of the loss trains.
+    """
     contributes = count_by_sequence(batch.loss_weight != 0, batch.lengths) > 0
     if skip_zero_advantage:
         contributes &= count_by_sequence(batch.advantages != 0, batch.lengths) > 0

@@ -114,7 +114,11 @@ def base_only(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, with adapters merged one layer at a time, by names without adapters."""
+    """Yield the weights of the model without adapters that computes the same, by their names.
+
+    One layer is merged at a time. The others are the parameters themselves: tied ones are one
+    object.
+    """
     adapted = layers(module)
     for name, value in module.state_dict(keep_vars=True).items():
         owner, is_base, leaf = name.rpartition(".base_layer.")

@@ -226,7 +226,11 @@ def positions(config: Any) -> int:
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
-    """Raise InputError if the model has too few positions for ``longest``: key -> tokens."""
+    """Raise InputError if the model has too few positions for the sequences of any files.
+
+    ``longest`` maps the key of the files to the tokens of the longest prompt, and of what may
+    follow it.
+    """
     model = config.actor_rollout_ref.model
     data = config.data
     shape = _model_config(model, resolve_path(model.path, weights=False))

@@ -275,7 +275,11 @@ def load_optimizer(
     folder: Path,
     place: Callable[[nn.Parameter, Tensor], Tensor] | None = None,
 ) -> None:
-    """Load an optimizer; ``place`` returns a rank's part of a tensor. Raises DamagedCheckpoint."""
+    """Load the optimizer of ``actor/`` or ``critic/``, whether one process or several wrote it.
+
+    ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises
+    DamagedCheckpoint.
+    """
     from safetensors.torch import load_file
 
     trained = trained_weights(model.module)

@@ -166,7 +166,11 @@ class CustomFunction:
 
 
 class Scorers:
-    """The scorers of a run with their options: the table's, ``named`` ones, or the user's."""
+    """The scorers of a run and their options.
+
+    They are those of the table in :mod:`reward_scores`, or the user's function for all. ``named``
+    maps data sources that are not in the table to the names of scorers.
+    """
 
     def __init__(
         self,

@@ -111,7 +111,13 @@ class RewardLayer:
         )
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Score an answer by a scorer, a model, or both. Raises RewardError with on_error=raise."""
+        """Score an answer.
+
+        The reward model scores an example of style ``model``. The scorer scores any other example,
+        and ``reward_model.weight`` times the model's number is added. An episode that failed
+        (``Trajectory.failure``) has no score, as if its scorer had failed. Raises RewardError only
+        with ``on_error=raise``.
+        """
         job = self.job(prompt, trajectory)
         result = await self._result(job, prompt, trajectory)
         if not isinstance(result, Failure):

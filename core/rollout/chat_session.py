@@ -112,7 +112,11 @@ class Completion:
 
 @dataclass(eq=False, repr=False)
 class ChatSession:
-    """The completions of one episode, within ``most_tokens`` and ``most_turns``, on one loop."""
+    """The completions of one episode. All methods run on the event loop of the run.
+
+    ``most_tokens`` bounds the prompt and response of a trajectory together, ``most_turns`` the
+    number of completions.
+    """
 
     root: Episode
     frames: ChatFrames

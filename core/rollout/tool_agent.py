@@ -52,7 +52,11 @@ class Call:
 
 
 def parse_calls(text: str, thinking: bool = False) -> list[Call]:
-    """Return the calls behind a turn's closed thought; ``thinking``: the prompt opened one."""
+    """Return the calls of a turn: JSON with ``name`` and ``arguments`` in ``<tool_call>``.
+
+    Calls count behind the closed thought, as in vLLM's and SGLang's parsers. ``thinking`` tells
+    that the turn's context ends with an open ``<think>``.
+    """
     calls = []
     for content in between(behind_thought(text, thinking), "tool_call"):
         try:

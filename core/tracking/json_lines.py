@@ -37,7 +37,11 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows, and what is wrong with damaged lines; a cut last line is neither."""
+    """Return the rows of a file, and for each damaged line its number and what is wrong.
+
+    An incomplete last line, of a process that was killed in writing it, is neither. A file that
+    does not exist has no rows.
+    """
     if not path.exists():
         return [], []
     rows = []

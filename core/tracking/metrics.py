@@ -150,7 +150,11 @@ class BusyClock:
 
 
 def time_parts(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's seconds by part, the rest last; nothing for a line without a step."""
+    """Return a step's seconds by part, the rest last; they sum to the whole.
+
+    A part that never began is left out. A line without ``timing_s/whole``, the validation before
+    the first step, has no parts.
+    """
     if f"{PREFIX}whole" not in row:
         return {}
     seconds = {}

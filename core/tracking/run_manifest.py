@@ -122,7 +122,11 @@ def _output(*command: str) -> bytes:
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Return commit, whether it is dirty, and a hash of the difference; None outside git."""
+    """Return the checkout's commit, whether it is dirty, and a hash of its difference from HEAD.
+
+    All three are None outside git. Files that git does not know count by their names; files that
+    runs have left in ``results`` do not count.
+    """
     git = ("git", "-C", str(root))
     top = _output(*git, "rev-parse", "--show-toplevel").decode().strip()
     commit = _output(*git, "rev-parse", "HEAD").decode().strip()

@@ -180,7 +180,11 @@ def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
 
 
 def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
-    """Return source -> one record a question, with the parts that all of its records have."""
+    """Return ``data_source -> records`` in order of appearance, one record a question.
+
+    The samples of records with equal ``(data_source, uid)`` are joined. A part that not every one
+    of them has is left out, so that samples stay aligned.
+    """
     by_source: dict[str, dict[str, ValRecord]] = defaultdict(dict)
     for record in records:
         by_uid = by_source[record.data_source]
