@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from core.algorithm.sequences import mean_by_sequence
+from core.config import registry
 from core.types import TrainBatch
 
 
@@ -34,6 +35,9 @@ def kl_penalty(
     is that of the KL itself. There is no full KL over the vocabulary: log-probs are kept for
     sampled tokens only.
     """
+    if kind not in registry.KL_KINDS:
+        kinds = ", ".join(registry.KL_KINDS)
+        raise NotImplementedError(f"KL estimator {kind!r} is not known: choose one of {kinds}")
     difference = log_prob - ref_log_prob
     if mask is not None:
         difference = difference.masked_fill(~mask.bool(), 0)
@@ -45,7 +49,7 @@ def kl_penalty(
         value = difference.abs()
     elif name in ("mse", "k2"):
         value = half_square
-    else:  # low_var_kl, k3
+    else:
         bounded = difference.clamp(-20.0, 20.0)
         value = ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
     if kind.endswith("+"):

@@ -97,11 +97,15 @@ def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
     """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
     ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low
-    it is DAPO's clip-higher (arXiv:2503.14476, eq. 10).
+    it is DAPO's clip-higher (arXiv:2503.14476, eq. 10). Raises ValueError: ``clip_ratio_c`` is not
+    above 1.
     """
+    c = x.config.clip_ratio_c
+    if c <= 1:
+        raise ValueError(f"actor.clip_ratio_c={c}: the dual clip's bound on the ratio must be > 1")
     surrogate, clips = x.surrogate(x.log_ratio.exp())
     negative = x.advantages < 0
-    bound = -x.advantages * x.config.clip_ratio_c
+    bound = -x.advantages * c
     loss = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
     return loss, x.stats(
         pg_clipfrac=clips,
@@ -323,6 +327,8 @@ def loss_weights(
     Shapes:
         loss_mask_N  [N]  bool or 0/1
         result       [N]  float32; float64 for a float64 mask
+
+    Raises ValueError: an unknown mode.
     """
     mask = loss_mask_N.bool()
     ones_B = torch.ones(len(lengths_B), dtype=torch.float64, device=lengths_B.device)
@@ -334,7 +340,10 @@ def loss_weights(
         share_B = ones_B / tokens_B.clamp(min=1) / sequences
     elif mode == "seq-mean-token-sum":
         share_B = ones_B / sequences
-    else:  # seq-mean-token-sum-norm
+    elif mode == "seq-mean-token-sum-norm":
         share_B = ones_B / sequences / scale_factor
+    else:
+        modes = ", ".join(registry.LOSS_AGG_MODES)
+        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {modes}")
     dtype = torch.float64 if loss_mask_N.dtype == torch.float64 else torch.float32
     return torch.where(mask, spread_over_tokens(share_B.to(dtype), lengths_B), 0)

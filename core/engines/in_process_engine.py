@@ -8,8 +8,12 @@ replay repeats it to the bit.
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import torch
+from torch import nn
 
 from core.engines.engine import Generation, RolloutEngine, SampleRequest
 from core.types import Trajectory
@@ -31,8 +35,14 @@ class InProcessEngine(RolloutEngine):
     # came: their receivers may then request more.
     before_step: Callable[[], Awaitable[bool]] | None = None
 
-    def __init__(self, *engine: Any):
-        super().__init__(*engine)
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: nn.Module,
+        device: torch.device,
+        max_length: int = sys.maxsize,
+    ):
+        super().__init__(tokenizer, model, device, max_length)
         # Requests that are awaited, in the order of their arrival
         self._requests: dict[Generation, None] = {}
         self._waiting: list[Generation] = []

@@ -5,13 +5,15 @@ read once, and the answers attend to its keys and values: up to rounding the res
 sequences. Ranks may split the tokens of a pass evenly.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from core.errors import InputError
 from core.learner.log_probs import KeptIds
 from core.types import token_places
-from core.vision.learner_pictures import PictureInputs
+
+if TYPE_CHECKING:
+    from core.vision.learner_pictures import PictureInputs
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 # Axes of the queries, keys and values that attend gets
@@ -210,17 +214,21 @@ def forward_inputs(
     return whole if mesh is None else _part_of_rank(whole, mesh)
 
 
-def _layout(
-    ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the S sequences that attention reads: first tokens, lengths, keys before their own.
+class Layout(NamedTuple):
+    """The S sequences of tokens that attention reads in a pass."""
 
-    The last value are the tokens whose keys are read, if they are not those of the queries.
-    """
+    start: Tensor  # [S] int64: the first token, among all tokens of the batch
+    length: Tensor  # [S] int64
+    keys_before: Tensor  # [S] int64: tokens of a shared prompt whose keys stand before its own
+    key_index: Tensor | None  # the tokens whose keys are read, if they are not those of the queries
+
+
+def _layout(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor | None) -> Layout:
+    """Return the layout of whole sequences, or of prompts that answers share."""
     shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
     if shared is None:
         starts_B = lengths_B.cumsum(0) - lengths_B
-        return starts_B, lengths_B, torch.zeros_like(lengths_B), None
+        return Layout(starts_B, lengths_B, torch.zeros_like(lengths_B), None)
     start_S, length_S, prompt_S = shared
     is_prompt_S = prompt_S == torch.arange(len(prompt_S), device=prompt_S.device)
     keys_before_S = torch.where(is_prompt_S, 0, length_S[prompt_S])
@@ -228,7 +236,7 @@ def _layout(
     first_S = length_S.cumsum(0) - length_S
     key_starts = torch.stack([first_S[prompt_S], first_S], 1).flatten()
     key_counts = torch.stack([keys_before_S, length_S], 1).flatten()
-    return start_S, length_S, keys_before_S, ranges(key_starts, key_counts)
+    return Layout(start_S, length_S, keys_before_S, ranges(key_starts, key_counts))
 
 
 def _part_of_rank(whole: ForwardInputs, mesh: DeviceMesh) -> ForwardInputs:

@@ -96,6 +96,13 @@ def test_a_loss_of_the_user_s_own(tmp_path):
     path.write_text("def loss(x):\n    return -x.advantages, {}\n")
     logp, old, adv, mask = make(0)
     assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
+    with pytest.raises(ValueError, match="loss_agg_mode=mean: choose one of token-mean"):
+        padded_loss_weights(torch.ones(1, 1).bool(), "mean")
+    # A dual clip that would cut the plain ratio
+    with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
+        padded_loss("vanilla")(
+            logp, old, adv, mask, SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0})
+        )
 
 
 def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
