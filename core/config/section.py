@@ -1,8 +1,8 @@
 """Building blocks of the configuration schema: bounded types, keys with a role, sections, problems.
 
-A section is a pydantic model: frozen, strict, without unknown keys and without NaN. Three types
-accept what YAML and the command line write in another form: ``1e3`` for a count, a number for a
-name, a single text for a list.
+A section is a pydantic model: frozen, strict, without unknown keys and without NaN. Whole, Name and
+AllowSingle accept other forms, as YAML and the command line write them: ``1e3`` for a count, a
+number for a name, a single text for a list.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ Betas = Annotated[
 ]
 Texts = Annotated[tuple[str, ...], AllowSingle]
 Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all(v))]
-# The list may be empty, but no path in it
+# The list may be empty, its paths may not
 PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
 ModuleNames = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 # A mapping whose keys the schema does not check: another library or the user defines them
@@ -259,7 +259,7 @@ def is_section(hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """A key, its value, the rule that it breaks and what to do; as text one line."""
+    """A key, its value, the rule that the value breaks, and the fix; ``str()`` is one line."""
 
     key: str
     value: Any
@@ -299,7 +299,7 @@ IS_SECTION = "is a section of the configuration"
 def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Return the typed configuration of a tree, and (key, value, rule) of each refused value.
 
-    A refused key keeps its default: the next try leaves it out.
+    Each try leaves refused keys out, which so keep their defaults.
     """
     tree = copy.deepcopy(tree)
     refused = []
@@ -317,7 +317,7 @@ def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tup
 
 
 def _rule(details: Mapping[str, Any]) -> str:
-    """Return the rule of an error of pydantic, which completes ``key=value: ...``."""
+    """Return a pydantic error's rule, to be put behind ``key=value: ``."""
     if details["type"] == "extra_forbidden":
         return UNKNOWN
     if details["type"] == "model_type":
@@ -331,7 +331,7 @@ def _rule(details: Mapping[str, Any]) -> str:
 
 
 def _key_path(schema: Any, location: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the part of an error's location that names a key, without items of lists."""
+    """Return an error's location cut behind its key: no indices of lists."""
     path: list[str] = []
     hint = schema  # the type at the end of path
     for step in map(str, location):

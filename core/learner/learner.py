@@ -35,7 +35,7 @@ CRITIC_READS = ("input_ids", "response_mask", "group", "loss_weight", "returns",
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads; a learner rank is sent no others."""
-    # ``selected``: tokens for which clip_cov and kl_cov use another loss; other losses have none
+    # ``selected``: set in mini-batching for clip_cov and kl_cov, see Actor.selected_by_order()
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
@@ -152,7 +152,7 @@ class Actor(Policy):
         # A user's loss may have a function ``select``, called before each optimizer step with the
         # current weights
         self.user_select = getattr(self.policy_loss, "select", None)
-        # Whether unclipped reserves replace selected tokens that are clipped: selected_by_order()
+        # clip_cov: reserves take the place of clipped drawn tokens, see selected_by_order()
         self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
         self.stepper = Stepper(self, config, "actor")
         # Differences between engine and learner, measured before an update's first step
@@ -179,15 +179,15 @@ class Actor(Policy):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        # micro_batch_loss() adds each loss with counts=False. Count the optimizer step here, once,
-        # on rank 0: the metric is then the mean over optimizer steps.
+        # micro_batch_loss() adds parts of a sum with counts=False. Adding 0.0 on rank 0 counts the
+        # optimizer step once, so that the metric is a mean over optimizer steps.
         step_sums.add_value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
         if self.config.use_kl_loss:
             step_sums.add_value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
         if self.user_select is not None:
             mini_batch = mini_batch.adding(selected=self.selected_by_user(mini_batch))
         elif mini_batch.has("selected"):
-            # Order numbers become bool: only the chosen tokens matter from here on
+            # From order numbers, see selected_by_order(), to bool
             mini_batch = mini_batch.adding(selected=self.selected_by_order(mini_batch))
         contributing, idle = split_zero_gradient(
             mini_batch,
@@ -198,8 +198,8 @@ class Actor(Policy):
         # The pass for old log-probs has measured entropy and mismatch of all sequences
         if mini_batch.has("old_log_probs"):
             return
-        # Idle sequences do not train, but entropy and mismatch are measured on every sequence. The
-        # maximum and the pass are collectives: all ranks call them, with or without idle sequences.
+        # Idle sequences do not train and are only measured. all_reduce_max and log_probs are
+        # collectives: every rank calls them.
         any_rank_has_idle = self.ranks.all_reduce_max(len(idle)) > 0
         if any_rank_has_idle:
             log_prob_N, entropy_N = self.log_probs(idle, self.micro_batch_size)
@@ -260,7 +260,7 @@ class Actor(Policy):
     # -- losses that treat selected tokens apart -------------------------------------------------
 
     def selected_by_user(self, mini_batch: TrainBatch) -> Tensor:
-        """Return which tokens with loss weight the user's ``select`` chooses, [N] bool.
+        """Return the tokens that ``select`` chose among those with loss weight, [N] bool.
 
         The call is ``select(inputs, gather)``: ``gather`` returns a list of all ranks' values.
         """
@@ -272,10 +272,9 @@ class Actor(Policy):
     def selected_by_order(self, mini_batch: TrainBatch) -> Tensor:
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
 
-        ``mini_batch.selected`` is bool or, if the loss replaces clipped tokens, has a number for
-        each token: drawn tokens have positive ones, reserves negative ones, all others 0. The
-        result is then as many unclipped tokens as were drawn on all ranks, those of the highest
-        numbers: the drawn ones, and reserves from -1 down.
+        ``mini_batch.selected`` is bool or, if the loss replaces clipped tokens, an order number:
+        positive for drawn tokens, -1, -2, ... for reserves, 0 for all others. The result is then
+        the unclipped tokens of the highest numbers, as many as were drawn on all ranks.
         """
         order_N = mini_batch.selected
         drawn_N = order_N > 0  # also if it is bool
@@ -285,7 +284,7 @@ class Actor(Policy):
             return drawn_N
         drawn_on_all_ranks = sum(self.ranks.gather(int(drawn_N.sum())))
         unclipped_N = (order_N != 0) & ~self.clipped(mini_batch)
-        # No rank can contribute more than that many
+        # One rank may have all of the chosen tokens
         highest = order_N[unclipped_N].sort(descending=True).values[:drawn_on_all_ranks]
         highest_by_rank = torch.cat(self.ranks.gather(highest))
         chosen_numbers = highest_by_rank.sort(descending=True).values[:drawn_on_all_ranks]
@@ -337,7 +336,7 @@ class Critic(LearnerModel):
         values_N = torch.zeros(batch.tokens)
         for index, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, batch):
             values = self.token_values(micro_batch.to(self.device))
-            # A rank with fewer micro-batches than others takes part in their passes with empty ones
+            # Empty micro-batches only keep this rank in step with the others
             if len(index):
                 batch.put_into(values_N, index, values.cpu().float())
         return values_N

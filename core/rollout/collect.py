@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
-STOP_POLL_S = 0.5  # a request to stop is noticed this late if no sample finishes before
-# may_begin() expects at least this keep rate, so at most wanted / 0.01 groups are in flight
+STOP_POLL_S = 0.5  # a request to stop is noticed within this time
+# Floor of the keep rate in may_begin(): at most wanted / 0.01 groups are in flight
 MIN_KEEP_RATE = 0.01
 
 
@@ -45,7 +45,7 @@ class CollectLimits:
     wanted: int  # groups a step trains on
     max_in_flight: int  # prompts that are answered at the same time
     max_drawn: int  # prompts that are drawn for one step
-    # If too few groups pass: raise, or train on those there are
+    # If too few groups pass: raise (True), or train on those there are
     raise_on_exhausted: bool = True
     # The keys that a message names if too few groups pass
     keys: str = "data.gen_batch_size"
@@ -99,7 +99,7 @@ async def collect_groups(
         while True:
             if stop_requested():
                 raise StopRequested
-            # Begins nothing if the carried groups are enough
+            # For a carried group begin() only counts a draw
             while groups.may_begin(next_to_begin):
                 groups.begin(next_to_begin)
                 next_to_begin += 1
@@ -206,7 +206,8 @@ class GroupsInProgress:
     def keep_rate(self) -> float:
         """The keep rate up to now.
 
-        The previous rate, weighted as ``wanted`` groups, averaged with this collection's groups.
+        The previous rate, weighted as ``wanted`` groups, averaged with all decided groups, carried
+        ones too.
         """
         wanted = self.limits.wanted
         return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
@@ -239,7 +240,7 @@ class GroupsInProgress:
             is_new_enough = group.version >= oldest_version
             if is_new_enough:
                 carried[ordinal] = group
-            # Groups outside the window are generated again when a step needs them
+            # Outside the window: the trainer drops those that are new in this step
             if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {
