@@ -244,8 +244,9 @@ def test_a_papers_table_is_printed_with_its_verdicts(capsys):
     table, numbers = page.made()[0]
     for name in (f"{table.id}.md", f"{table.id}.json"):
         assert report.main([str(page.PAGES / name)]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last.endswith(f": {table.verdict(numbers, table.statements[-1])}")
+        *_, line, last = capsys.readouterr().out.splitlines()
+        assert line.endswith(f": {table.verdict(numbers, table.statements[-1])}")
+        assert last.startswith(f"{len(table.statements)} statements of papers: ")
     assert report.main(["results/none.md"]) == 2
 
 

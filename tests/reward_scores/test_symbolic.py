@@ -122,7 +122,7 @@ BOMBS = [
 def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
     bombs = [(source, text) for source, given, text in BOMBS if given == method]
     options = {SCORERS[source].name: {"method": method} for source, _ in bombs}
-    layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=1.0)
+    layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=3.0)
     check_scorers(layer, [row(source) for source in dict.fromkeys(source for source, _ in bombs)])
     good = Job(PRIME, "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", {})
     jobs = [job for source, text in bombs for job in (Job(source, text, "\\sqrt{2}", {}), good)]

@@ -277,7 +277,7 @@ def test_validation_questions_that_are_trained_on_are_counted(three, tmp_path, c
         caplog.clear()
         prompts = validation(list(asked))
         warn_of_trained_questions(stream(train, **changes).files.questions(), prompts)
-        return [record.args for record in caplog.records]
+        return [each.args for each in caplog.records if each.levelno == logging.WARNING]
 
     assert shared(three[:2], three[2]) == []
     # The same questions with other names, graded otherwise, as chats and lines of JSON
