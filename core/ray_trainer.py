@@ -7,7 +7,7 @@ extend :meth:`~RayPPOTrainer.collect_limits`, :meth:`~RayPPOTrainer.make_batch` 
 :meth:`~RayPPOTrainer.needs_old_log_probs`. A suffix is the axis that a value is indexed by:
 ``groups_P`` is a tuple with one group for each prompt, ``_B`` marks a tensor with one number for
 each sequence, ``_N`` a tensor with one number for each token.
-:class:`core.trainer.Trainer` provides data, models, generation and validation.
+:class:`core.trainer.Trainer` provides data, models, generation, the update and validation.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ class RayPPOTrainer(Trainer):
             self.estimator, inputs, token_shape, second=torch.Tensor
         )
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        # Only now: the estimator was given kl_rewards_N separately
+        # Only now, or the estimator would count the KL twice
         if kl_rewards_N is not None:
             kl_rewards_B = sum_by_sequence(kl_rewards_N, batch.lengths)
             batch = batch.adding(reward=batch.reward + kl_rewards_B)
@@ -169,8 +169,8 @@ class RayPPOTrainer(Trainer):
 
             def after_group() -> None:
                 count_group()
-                # Stop once as many answers as a step needs have all failed to score: a step that
-                # drops such groups would draw on and on.
+                # Stop once a step's worth of answers have all failed to score: a step that drops
+                # such groups would draw to its limit.
                 answers_needed = groups_needed * self.config.actor_rollout_ref.rollout.n
                 self.reward.failures.stop_if_every_answer_failed(answers_needed)
 
@@ -188,9 +188,9 @@ class RayPPOTrainer(Trainer):
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Beyond the step's last group, keep only groups that this step was given. Which new ones
-        # finished depends on timing: only collect_ahead(), which answers its whole window, may
-        # take them from self.collected.
+        # Beyond the step's last group keep only groups that were carried into this step: which
+        # others have finished depends on timing. collect_ahead() may still take those from
+        # self.collected, since it answers the rest of its window.
         carried_before = self.state.collect_state.carried
         next_state = self.collected.state
         carried = {
@@ -277,8 +277,8 @@ class RayPPOTrainer(Trainer):
             self.set_collect_state(state_or_exception)
         else:
             self.ahead_failure = state_or_exception
-        # The clock has the seconds of answering since collect(), which set it to 0. All but those
-        # of wait_ahead, when learning was over, were hidden behind the update.
+        # The seconds of answering since collect() set the clock to 0. Those of wait_ahead, when
+        # learning was over, were not hidden.
         answering_seconds = sum(self.clock.take().values())
         hidden_seconds = answering_seconds - metrics.values["timing_s/wait_ahead"]
         metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_seconds)})
@@ -310,8 +310,8 @@ class RayPPOTrainer(Trainer):
 
     def needs_old_log_probs(self, batch: TrainBatch) -> bool:
         """Return whether the step needs a pass for the old log-probs of this batch."""
-        # The settings decide, and the number of prompts: with one mini-batch the update's own
-        # pass can give the old log-probs.
+        # Prompts give the number of mini-batches: if it is one, the update's own pass can give
+        # the old log-probs.
         prompts = int(batch.group.max()) + 1
         return step_settings.needs_old_log_probs(self.config, prompts)
 
@@ -373,9 +373,9 @@ class RayPPOTrainer(Trainer):
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
 
-        It is omitted where the two need not agree: if sampling is greedy, or truncated without
-        ``kept_sets``, so that log-probs are over all tokens; if groups were dropped, so that scores
-        chose the answers; if some trained tokens were not sampled by the policy.
+        It is omitted where the two need not agree: after greedy sampling; after truncation without
+        ``kept_sets`` (log-probs are then over all tokens); if groups were dropped (scores chose the
+        answers); if the policy did not sample all trained tokens.
         """
         sampling = self.train_sampling
         truncates = sampling.top_p < 1 or sampling.top_k >= 0

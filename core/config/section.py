@@ -211,8 +211,8 @@ def key(
 ) -> Any:
     """Return the field of a key: its default, its text in ``--help``, when it is used, its role.
 
-    If ``role`` is None, the key has the role of its section, or IDENTITY if no section has one. A
-    null value stands for the value of the key ``follows``.
+    If ``role`` is None, it is that of the nearest section around the key that has one, or IDENTITY.
+    A null value stands for the value of the key ``follows``.
     """
     options = {"role": role, "used_if": used_if, "follows": follows}
     parts = [text, f"null: {follows}" if follows else ""]
@@ -299,7 +299,7 @@ IS_SECTION = "is a section of the configuration"
 def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Return the typed configuration of a tree, and (key, value, rule) of each refused value.
 
-    Each try leaves refused keys out, which so keep their defaults.
+    Refused keys are removed, so that they get their defaults, and the rest is tried again.
     """
     tree = copy.deepcopy(tree)
     refused = []

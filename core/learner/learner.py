@@ -149,8 +149,8 @@ class Actor(Policy):
         self.micro_batch_size = training_size(config)
         loss_mode = config.policy_loss.loss_mode
         self.policy_loss = load_policy_loss(loss_mode)
-        # A user's loss may have a function ``select``, called before each optimizer step with the
-        # current weights
+        # A user's loss may have a function ``select``, called before each optimizer step on the
+        # log-probs of the current weights
         self.user_select = getattr(self.policy_loss, "select", None)
         # clip_cov: reserves take the place of clipped drawn tokens, see selected_by_order()
         self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
@@ -178,7 +178,7 @@ class Actor(Policy):
         return metrics
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
-        """Add up the gradients of a mini-batch, one micro-batch after another."""
+        """Add up the gradients of this rank's part of a mini-batch, by micro-batches."""
         # micro_batch_loss() adds parts of a sum with counts=False. Adding 0.0 on rank 0 counts the
         # optimizer step once, so that the metric is a mean over optimizer steps.
         step_sums.add_value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
@@ -273,8 +273,8 @@ class Actor(Policy):
         """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
 
         ``mini_batch.selected`` is bool or, if the loss replaces clipped tokens, an order number:
-        positive for drawn tokens, -1, -2, ... for reserves, 0 for all others. The result is then
-        the unclipped tokens of the highest numbers, as many as were drawn on all ranks.
+        positive for tokens drawn at random, -1, -2, ... for reserves, 0 for all others. Then the
+        unclipped tokens with the highest numbers of all ranks are chosen, as many as were drawn.
         """
         order_N = mini_batch.selected
         drawn_N = order_N > 0  # also if it is bool
@@ -332,7 +332,7 @@ class Critic(LearnerModel):
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
-        """Return :meth:`token_values` of the whole batch, [N], without gradients."""
+        """Return :meth:`token_values` of the rank's batch, [N], without gradients."""
         values_N = torch.zeros(batch.tokens)
         for index, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, batch):
             values = self.token_values(micro_batch.to(self.device))

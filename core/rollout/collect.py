@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # a request to stop is noticed within this time
-# Floor of the keep rate in may_begin(): at most wanted / 0.01 groups are in flight
+# Floor of the keep rate in may_begin(): at most wanted / 0.01 groups, and max_in_flight, are begun
 MIN_KEEP_RATE = 0.01
 
 
@@ -110,8 +110,8 @@ async def collect_groups(
                 after_group()
     finally:
         await groups.abort()
-    # All ordinals up to the last chosen one are decided (if too few groups passed, all that were
-    # begun). So no group that was aborted could have taken the place of a chosen one
+    # are_enough() saw to it that all ordinals up to the last chosen one are decided (if too few
+    # groups passed, all that were begun), so no aborted group could have replaced a chosen one
     chosen = groups.passed(below=next_to_begin)[: limits.wanted]
     if len(chosen) == limits.wanted:
         next_ordinal = chosen[-1].prompt.ordinal + 1
@@ -162,7 +162,7 @@ class GroupsInProgress:
         done, _ = await asyncio.wait(
             self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
-        # In the order of ordinals: a set has no order, and a replay needs one
+        # By ordinal: a set has no order, and a repeated run has to filter in the same one
         for task in sorted(done, key=lambda task: self.in_flight[task]):
             ordinal = self.in_flight.pop(task)
             group = task.result()
@@ -240,7 +240,7 @@ class GroupsInProgress:
             is_new_enough = group.version >= oldest_version
             if is_new_enough:
                 carried[ordinal] = group
-            # Outside the window: the trainer drops those that are new in this step
+            # Outside the window: RayPPOTrainer.collect() drops what this step began
             if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {
