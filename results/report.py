@@ -91,14 +91,14 @@ def update(results: Path, check: bool = False) -> int:
     are put into what is then on disk.
     """
     of_papers = page.generated() if results.resolve() == page.PAGES.parent else ()
-    stale = [path for path, text in of_papers if _is_stale(path, text, check)]
+    stale = [path for path, text in of_papers if _renew(path, text, check)]
     wanted = {**readme_tables.pages(results), **real_pages.pages(results)}
-    stale += [path for path, text in wanted.items() if _is_stale(path, text, check)]
+    stale += [path for path, text in wanted.items() if _renew(path, text, check)]
     return int(check and bool(stale))
 
 
-def _is_stale(path: Path, text: str, check: bool) -> bool:
-    """Return whether the file has another text, which it then gets; with ``check`` say so."""
+def _renew(path: Path, text: str, check: bool) -> bool:
+    """Write a file that has another text, or say so with ``check``; return whether it had one."""
     if path.exists() and page.is_same(path.read_text(encoding="utf-8"), text):
         return False
     if check:

@@ -36,6 +36,11 @@ def test_a_mask_keeps_garbage_out():
     assert value[1] == 0 and logp.grad[1] == 0 and value[0] > 0
 
 
+def test_an_unknown_kind_is_an_error_and_not_another_kind():
+    with pytest.raises(ValueError, match="KL estimator 'k4' is not known: choose one of kl"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
 def test_controllers_come_back_from_their_state():
     configured = KLController("adaptive", 0.1, target_kl=2.0, horizon=100)
     moved = configured.updated(9.0, 50)
