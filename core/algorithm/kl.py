@@ -33,11 +33,11 @@ def kl_penalty(
     k3 is clamped to [-10, 10] (and d to +-20 before), as published: beyond about d = -2.6 its
     gradient is 0. The "+" forms are straight-through: k2's gradient is the one whose expectation
     is that of the KL itself. There is no full KL over the vocabulary: log-probs are kept for
-    sampled tokens only. Raises ValueError: an unknown kind.
+    sampled tokens only. Raises NotImplementedError, as verl: an unknown kind.
     """
     if kind not in registry.KL_KINDS:
         kinds = ", ".join(registry.KL_KINDS)
-        raise ValueError(f"KL estimator {kind!r} is not known: choose one of {kinds}")
+        raise NotImplementedError(f"KL estimator {kind!r} is not known: choose one of {kinds}")
     difference = log_prob - ref_log_prob
     if mask is not None:
         difference = difference.masked_fill(~mask.bool(), 0)
