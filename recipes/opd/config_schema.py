@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from core.config.schema import Config, FrozenModel
 from core.config.section import (
     Condition,
@@ -35,7 +37,10 @@ SEVERAL = Condition(lambda config, own: bool(own.teachers), "needs distillation.
 
 
 class DistillationConfig(Section):
-    coef: NonNegative = key(1.0, "weight of a token's reward log p(teacher) - log p(student)")
+    coef: NonNegative = key(1.0, "weight of a token's reward")
+    token_reward: Literal["log_ratio", "sign", "shuffled", "unlikely"] = key(
+        "log_ratio", "log p(teacher) - log p(student), or what it is compared with (functions.py)"
+    )
     reward_weight: NonNegative = key(
         0.0, "weight of the estimator's advantage beside it; 0: the teacher alone teaches"
     )

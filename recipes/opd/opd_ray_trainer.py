@@ -20,6 +20,7 @@ from core.errors import InputError
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch
+from recipes.opd.functions import TOKEN_REWARDS
 
 
 class RayOPDTrainer(RayPPOTrainer):
@@ -77,8 +78,9 @@ class RayOPDTrainer(RayPPOTrainer):
         with metrics.time("teacher"):
             teacher_N = self.teacher_log_probs(batch)
         student_N = batch.old_log_probs if batch.has("old_log_probs") else batch.rollout_log_probs
-        reward_N = token_reward(student_N, teacher_N, batch.response_mask)
-        metrics.add({"distillation/reverse_kl": -float(masked_mean(reward_N, batch.response_mask))})
+        mask = batch.response_mask
+        metrics.add({"distillation/reverse_kl": float(masked_mean(student_N - teacher_N, mask))})
+        reward_N = TOKEN_REWARDS[keys.token_reward](student_N, teacher_N, mask)
         return batch.adding(advantages=keys.reward_weight * batch.advantages + keys.coef * reward_N)
 
     def teacher_log_probs(self, batch: TrainBatch) -> Tensor:
@@ -113,12 +115,6 @@ class RayOPDTrainer(RayPPOTrainer):
         prompt_ids = encoder.encode(chat if encoder.has_template else text)
         answers = [dataclasses.replace(t, prompt_ids=prompt_ids) for t in group.trajectories]
         return dataclasses.replace(group, trajectories=tuple(answers))
-
-
-def token_reward(student_N: Tensor, teacher_N: Tensor, response_mask: Tensor) -> Tensor:
-    """Return [N]: log p(teacher) - log p(student) of each token that the student wrote, 0
-    elsewhere."""
-    return torch.where(response_mask, teacher_N - student_N, 0)
 
 
 def vocabulary(tokenizer) -> str:

@@ -11,8 +11,5 @@ source "$recipes/env.sh"
 train=(bash "$recipes/lab/train_hops.sh" opd "$@")
 if is_dry_run "$@"; then exec "${train[@]}"; fi
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after a minute
-if [[ ! -f outputs/lab/teacher/config.json ]]; then
-    bash "$recipes/grpo/run_lab.sh" trainer.total_training_steps=30 trainer.experiment_name=lab-teacher
-    "$python" -m core.export outputs/grpo/lab-teacher outputs/lab/teacher
-fi
+bash "$recipes/opd/lab_teacher.sh"
 exec "${train[@]}"

@@ -63,6 +63,7 @@ WORDS = (
     ),
     *(f"\nDoc {number}(Title:" for number in range(2, 10)),
 )
+THOUGHT = ("<think>", "</think>")  # further tokens of a model that thinks
 ALPHABET = (")", "?", ".", ":", "Ġ", "Ċ")  # as a byte-level vocabulary spells them
 
 
@@ -201,22 +202,30 @@ def queries(question: Question, base: KnowledgeBase) -> list[str]:
     return found
 
 
-def searching(question: Question, base: KnowledgeBase, blocks: Sequence[str]) -> list[Stretch]:
-    """Return an episode that looks everything up; ``blocks`` are the results of its searches."""
-    asked = zip(queries(question, base), blocks, strict=True)
-    episode = [
-        stretch
-        for query, block in asked
-        for stretch in ((f"<search> {query}</search>", True), (block, False))
-    ]
-    return [*episode, (f"<answer> {base.answer(question)}</answer>", True)]
+def searching(
+    question: Question, base: KnowledgeBase, blocks: Sequence[str], thinks: bool = False
+) -> list[Stretch]:
+    """Return an episode that looks everything up; ``blocks`` are the results of its searches.
+
+    ``thinks`` puts before each action, in tags, what it is about.
+    """
+    episode: list[Stretch] = []
+    for query, block in zip(queries(question, base), blocks, strict=True):
+        relation, name = query.split()
+        fact = f" the {relation} of {name}"
+        thought = f"<think>{fact}</think>" if thinks else ""
+        episode += [(f"{thought}<search> {query}</search>", True), (block, False)]
+    answer = base.answer(question)
+    thought = f"<think>{fact} is {answer}</think>" if thinks else ""
+    return [*episode, (f"{thought}<answer> {answer}</answer>", True)]
 
 
-def guessing(rng: random.Random) -> list[Stretch]:
+def guessing(rng: random.Random, thinks: bool = False) -> list[Stretch]:
     """Return an episode that guesses at once."""
-    return [(f"<answer> {rng.choice(NAMES)}</answer>", True)]
+    thought = "<think> who</think>" if thinks else ""
+    return [(f"{thought}<answer> {rng.choice(NAMES)}</answer>", True)]
 
 
-def rambling(rng: random.Random) -> list[Stretch]:
+def rambling(rng: random.Random, thinks: bool = False) -> list[Stretch]:
     """Return an episode without an action at first, and a guess after the complaint."""
-    return [(f" {rng.choice(NAMES)}?", True), (INVALID, False), *guessing(rng)]
+    return [(f" {rng.choice(NAMES)}?", True), (INVALID, False), *guessing(rng, thinks)]

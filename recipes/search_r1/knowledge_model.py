@@ -40,9 +40,11 @@ class KnowledgeRecipe(WarmStart):
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
     passages: tuple[int, ...] = (3,)  # of a search, in one knowledge base after another
+    thinks: bool = False  # writes a thought before each action, as the format reward wants it
 
     def new_tokenizer(self) -> Any:
-        return build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
+        thought = knowledge.THOUGHT if self.thinks else ()
+        return build_tokenizer(knowledge.ALPHABET, (*knowledge.WORDS, *thought))
 
     def episodes(self, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
         """Return searching episodes, and the mixture.
@@ -55,19 +57,22 @@ class KnowledgeRecipe(WarmStart):
         task: list[Episode] = []
         mixture: list[Episode] = []
         for base, question, blocks in drawn:
-            searching = (question.prompt, knowledge.searching(question, base, blocks))
+            episode = knowledge.searching(question, base, blocks, self.thinks)
+            searching = (question.prompt, episode)
             task.append(searching)
             kind = rng.random()
             if kind < self.search_share:
                 mixture.append(searching)
             elif kind < self.search_share + self.ramble_share:
-                mixture.append((question.prompt, knowledge.rambling(rng)))
+                mixture.append((question.prompt, knowledge.rambling(rng, self.thinks)))
             else:
-                mixture.append((question.prompt, knowledge.guessing(rng)))
+                mixture.append((question.prompt, knowledge.guessing(rng, self.thinks)))
         return task, mixture
 
 
 RECIPE = KnowledgeRecipe()
+# It thinks, and writes no action at first more often, so that a reward for the format has a say
+THINKING = KnowledgeRecipe(thinks=True, ramble_share=0.4)
 
 
 def searcher(
@@ -132,11 +137,13 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
 def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe = RECIPE) -> Path:
     """Make what is missing: knowledge and index of a seed, and the base model.
 
-    Return the model's folder, which is below ``base``, or below ``base_1_3_5`` for other passages.
+    Return the model's folder, which is below ``base``, or below ``base_1_3_5`` for other passages
+    and ``base_thinking`` for one that thinks.
     """
     write_with_index(folder / f"seed-{seed}", seed)
-    other = recipe.passages != RECIPE.passages
-    return recipe.build(folder / "_".join(["base", *(map(str, recipe.passages) if other else ())]))
+    passages = map(str, recipe.passages) if recipe.passages != RECIPE.passages else ()
+    thinking = ("thinking",) if recipe.thinks else ()
+    return recipe.build(folder / "_".join(("base", *passages, *thinking)))
 
 
 if __name__ == "__main__":
@@ -150,8 +157,13 @@ if __name__ == "__main__":
         "--passages", type=int, nargs="+", default=RECIPE.passages,
         help="Passages of a search in the warm start, in turn (default 3).",
     )  # fmt: skip
+    parser.add_argument(
+        "--thinking", action="store_true", help="A model that thinks, and rambles more often."
+    )
     asked = parser.parse_args()
-    recipe = dataclasses.replace(RECIPE, passages=tuple(asked.passages))
+    recipe = dataclasses.replace(
+        THINKING if asked.thinking else RECIPE, passages=tuple(asked.passages)
+    )
     for seed in asked.seed:
         base_model = prepare(seed, recipe=recipe)
     print(f"base model: {base_model}", flush=True)

@@ -21,6 +21,8 @@ from recipes.lab.base_model import encode as encode_episode
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.search_loop import INVALID, information, parse_action
+from reward_scores import qa_em_format
+from reward_scores.qa_em_format import PROMPT_END, structure_problem
 from tests.scripted_engine import ScriptedEngine
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -62,6 +64,38 @@ def test_the_warm_start_may_see_several_numbers_of_passages():
         seen = passages.setdefault(str(base.facts), set())
         seen.update(block.count("Doc ") for block in blocks)
     assert list(passages.values()) == [{1}, {3}]
+
+
+def test_episodes_with_thoughts_have_the_structure_that_the_format_reward_wants(searched):
+    base, search = searched
+    tokenizer = knowledge_model.THINKING.new_tokenizer()
+    question = knowledge.splits(base, 1, 10, 10)["train"][-1]
+    found = search(knowledge.queries(question, base))
+    blocks = [
+        information(passages, 10**6, lambda text: encode(tokenizer, text)) for passages in found
+    ]
+    thinking = knowledge.searching(question, base, blocks, thinks=True)
+    rng = random.Random(0)
+    wanted = {
+        "thinking": (thinking, ""),
+        "guess": (knowledge.guessing(rng, thinks=True), ""),
+        "plain": (
+            knowledge.searching(question, base, blocks),
+            "Unexpected tag <search> in state start",
+        ),
+        "rambling": (knowledge.rambling(rng, thinks=True), "Unexpected content '"),
+    }
+    for stretches, problem in wanted.values():
+        text = "".join(text for text, _ in stretches)
+        found_problem = structure_problem(PROMPT_END + text) or ""
+        assert found_problem.startswith(problem) and bool(found_problem) == bool(problem)
+        for text, is_written in stretches:
+            ids = encode(tokenizer, text)
+            assert tokenizer.decode(ids) == text
+            assert len(ids) <= 12 or not is_written  # max_response_length of the preset
+    truth = {"target": [base.answer(question)]}
+    text = "".join(text for text, _ in thinking)
+    assert qa_em_format.score(text, truth, structure_format_score=0.2).value == 1.0
 
 
 def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words):

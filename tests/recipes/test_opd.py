@@ -16,7 +16,8 @@ from core.config import paths
 from core.config.composition import compose
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from recipes.opd.opd_ray_trainer import RayOPDTrainer, token_reward
+from recipes.opd import functions
+from recipes.opd.opd_ray_trainer import RayOPDTrainer
 from tests.core.ray_cluster import local_ray
 from tests.core.scripted_run import arguments, prepare
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -206,10 +207,32 @@ def test_distillation_brings_the_student_to_its_teacher(folder):
 
 def test_tokens_of_others_have_no_reward():
     mask = torch.tensor([False, True, False, True])
-    reward = token_reward(
+    reward = functions.log_ratio(
         torch.tensor([-1.0, -1.0, -1.0, -2.0]), torch.tensor([-3.0, -0.5, 9.0, -4.0]), mask
     )
     assert reward.tolist() == [0.0, 0.5, 0.0, -2.0]
+
+
+def test_what_log_ratio_is_compared_with_written_out():
+    generator = torch.Generator().manual_seed(5)
+    student_N = -torch.rand(40, generator=generator, dtype=torch.float64)
+    teacher_N = -torch.rand(40, generator=generator, dtype=torch.float64)
+    mask = torch.arange(40) % 4 > 0  # 30 tokens
+    written = mask.nonzero()[:, 0].tolist()
+    gaps = {n: float(teacher_N[n] - student_N[n]) for n in written}
+    named = {
+        name: function(student_N, teacher_N, mask)
+        for name, function in functions.TOKEN_REWARDS.items()
+    }
+    assert all(not reward[~mask].any() for reward in named.values())
+    assert [named["sign"][n] for n in written] == [1 if gaps[n] > 0 else -1 for n in written]
+    shuffled = [float(named["shuffled"][n]) for n in written]
+    assert sorted(shuffled) == sorted(gaps.values())
+    assert sum(a == b for a, b in zip(shuffled, gaps.values(), strict=True)) < 6
+    assert named["shuffled"].equal(functions.shuffled(student_N, teacher_N, mask))
+    least_likely = sorted(written, key=lambda n: student_N[n])[:6]
+    assert named["unlikely"].nonzero()[:, 0].tolist() == sorted(least_likely)
+    assert named["unlikely"].equal(functions.unlikely(student_N, teacher_N + 1, mask))
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_before_it_loads(folder):
