@@ -26,7 +26,6 @@ from core.data.prompts import PromptStream, warn_of_trained_questions
 from core.engines.engine import sampling_params
 from core.learner import batching, step_settings
 from core.rewards.scorer_check import check_hooks
-from core.rollout import collect_ahead
 from core.rollout.collect import (
     Collected,
     CollectLimits,
@@ -34,6 +33,7 @@ from core.rollout.collect import (
     collect_groups,
     results_of,
 )
+from core.rollout.collect_ahead import answer_window, run_both
 from core.run import LoopState
 from core.tracking.health import FAILED_RATE
 from core.tracking.loggers import progress
@@ -61,7 +61,7 @@ class RayPPOTrainer(Trainer):
         super().__init__(config, LoopState(kl_controller, CollectState()))
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, config.actor_rollout_ref.rollout)
-        # Result of the last collect(); collect_ahead() continues from it.
+        # The last step's groups, next state and window; collect_ahead() answers the window.
         self.collected: Collected | None = None
         # Exception raised while collecting during the last update; the next collect() re-raises it.
         self.ahead_failure: Exception | None = None
@@ -88,7 +88,8 @@ class RayPPOTrainer(Trainer):
         with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
-            for metrics in self.run.steps():  # metrics.step is the step's number
+            # Until complete_step() has completed the last step, whose number is metrics.step
+            for metrics in self.run.metrics_of_steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
                     if self.collects_while_learning(metrics.step):
@@ -140,7 +141,7 @@ class RayPPOTrainer(Trainer):
         inputs = advantages.inputs_of(batch, algorithm, kl_rewards_N)
         token_shape = batch.response_mask.shape
         advantages_N, returns_N = checks.call_and_check(
-            self.estimator, inputs, token_shape, second=torch.Tensor
+            self.estimator, inputs, token_shape, second_type=torch.Tensor
         )
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
         # Only now, or the estimator would count the KL twice
@@ -169,10 +170,10 @@ class RayPPOTrainer(Trainer):
 
             def after_group() -> None:
                 count_group()
-                # Stop once a step's worth of answers have all failed to score: a step that drops
-                # such groups would draw to its limit.
-                answers_needed = groups_needed * self.config.actor_rollout_ref.rollout.n
-                self.reward.failures.stop_if_every_answer_failed(answers_needed)
+                # If scoring always fails and keep_group drops ungraded groups, the step would
+                # draw to its limit. So stop after as many failures as a step has answers.
+                answers_per_step = groups_needed * self.config.actor_rollout_ref.rollout.n
+                self.reward.failures.stop_if_every_answer_failed(answers_per_step)
 
             collecting = collect_groups(
                 self.generate_group,
@@ -182,15 +183,17 @@ class RayPPOTrainer(Trainer):
                 stop_requested=lambda: self.run.stop.requested,
                 after_group=after_group,
                 steps_ahead=self.steps_ahead(metrics.step),
-                # For the next step, whose policy has version metrics.step
+                # Step s samples with version s - 1 and makes version s. The next step accepts
+                # groups that are at most max_staleness versions older than its own.
                 oldest_version=metrics.step - self.config.trainer.max_staleness,
             )
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # Beyond the step's last group keep only groups that were carried into this step: which
-        # others have finished depends on timing. collect_ahead() may still take those from
-        # self.collected, since it answers the rest of its window.
+        # The state must not depend on timing. So of the groups beyond the step's last one it keeps
+        # those that were carried into this step, and none that this step began. self.collected
+        # still has them all: collect_ahead() uses those in its window and answers what is missing
+        # there, so its result does not depend on timing either.
         carried_before = self.state.collect_state.carried
         next_state = self.collected.state
         carried = {
@@ -218,9 +221,13 @@ class RayPPOTrainer(Trainer):
         A recipe that drops groups may override it.
         """
         wanted = self.config.data.train_batch_size
-        in_flight = self.config.data.gen_batch_size
-        drawn = MAX_DRAW_FACTOR * max(wanted, in_flight)
-        return CollectLimits(wanted, in_flight, drawn, raise_on_exhausted=False)
+        max_in_flight = self.config.data.gen_batch_size  # here: prompts answered at the same time
+        return CollectLimits(
+            wanted=wanted,
+            max_in_flight=max_in_flight,
+            max_drawn=MAX_DRAW_FACTOR * max(wanted, max_in_flight),
+            raise_on_exhausted=False,
+        )
 
     async def generate_group(self, ordinal: int) -> ScoredGroup:
         """Answer a prompt ``rollout.n`` times; score and shape the answers.
@@ -231,13 +238,13 @@ class RayPPOTrainer(Trainer):
         """
         prompt = self.stream.prompt(ordinal)
         sample_indices = range(self.config.actor_rollout_ref.rollout.n)
-        sampling = self.generate_and_score(prompt, sample_indices, self.train_sampling)
+        answering = self.generate_and_score(prompt, sample_indices, self.train_sampling)
         if not self.config.algorithm.estimator.greedy_baseline:
-            group = await sampling
+            group = await answering
             return dataclasses.replace(group, scores=self.shaped_scores(group))
         greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
-        greedy = self.generate_and_score(prompt, [GREEDY_SAMPLE_INDEX], greedy_sampling)
-        group, greedy_group = await results_of([sampling, greedy])
+        answering_greedily = self.generate_and_score(prompt, [GREEDY_SAMPLE_INDEX], greedy_sampling)
+        group, greedy_group = await results_of([answering, answering_greedily])
         (baseline,) = self.shaped_scores(greedy_group)
         return dataclasses.replace(group, scores=self.shaped_scores(group), baseline=baseline)
 
@@ -257,9 +264,8 @@ class RayPPOTrainer(Trainer):
 
     async def collect_ahead(self) -> CollectState:
         """Answer the prompts of later steps that have no answer yet, with the current policy."""
-        limits = self.collect_limits()
-        return await collect_ahead.answer_window(
-            self.generate_group, self.keep_group, self.collected, limits
+        return await answer_window(
+            self.generate_group, self.keep_group, self.collected, self.collect_limits()
         )
 
     def learn_while_collecting(
@@ -270,15 +276,13 @@ class RayPPOTrainer(Trainer):
         If answering fails, the step is still completed. The next one then raises the failure.
         """
         learn = functools.partial(self.learn, groups_P, metrics)
-        batch, state_or_exception = self.runner.run(
-            collect_ahead.learn_while_collecting(learn, self.collect_ahead(), metrics)
-        )
+        batch, state_or_exception = self.runner.run(run_both(learn, self.collect_ahead(), metrics))
         if isinstance(state_or_exception, CollectState):
             self.set_collect_state(state_or_exception)
         else:
             self.ahead_failure = state_or_exception
-        # The seconds of answering since collect() set the clock to 0. Those of wait_ahead, when
-        # learning was over, were not hidden.
+        # The clock has the seconds of answering since collect() set it to 0. wait_ahead are those
+        # after the update had ended; the update hid the others.
         answering_seconds = sum(self.clock.take().values())
         hidden_seconds = answering_seconds - metrics.values["timing_s/wait_ahead"]
         metrics.add({"timing_s/hidden_ahead": max(0.0, hidden_seconds)})
@@ -310,10 +314,10 @@ class RayPPOTrainer(Trainer):
 
     def needs_old_log_probs(self, batch: TrainBatch) -> bool:
         """Return whether the step needs a pass for the old log-probs of this batch."""
-        # Prompts give the number of mini-batches: if it is one, the update's own pass can give
-        # the old log-probs.
-        prompts = int(batch.group.max()) + 1
-        return step_settings.needs_old_log_probs(self.config, prompts)
+        # The number of prompts decides how many mini-batches there are. If there is one, the
+        # update's own pass can give the old log-probs.
+        num_prompts = int(batch.group.max()) + 1
+        return step_settings.needs_old_log_probs(self.config, num_prompts)
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Weight or reject tokens whose probability differs between engine and learner.
@@ -353,7 +357,7 @@ class RayPPOTrainer(Trainer):
         step = metrics.step
         metrics.add(data_metrics(groups_P, batch))
         # Reads rollout_corr/* and collect/prompts_dropped, which the step has added before
-        metrics.add(self.entropy_gap(batch, metrics))
+        metrics.add(self.entropy_gap_z(batch, metrics))
         if trace.is_due(settings.trace, step, self.run.total_steps):
             count = settings.trace.groups
             trace.dump(self.run.run_dir, step, groups_P, batch, self.tokenizer, count)
@@ -370,20 +374,18 @@ class RayPPOTrainer(Trainer):
             self.run.tracker.show(step, rows, printed_answers, key="rollout_data_dir")
         self.validate_and_complete(metrics)
 
-    def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
-        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples differ.
+    def entropy_gap_z(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
+        """Return ``rollout_corr/entropy_gap_z``: the gap of entropy and -log p of the samples.
 
-        It is omitted where the two need not agree: after greedy sampling; after truncation without
-        ``kept_sets`` (log-probs are then over all tokens); if groups were dropped (scores chose the
-        answers); if the policy did not sample all trained tokens.
+        The unit is a standard error, beyond the tolerance. It is omitted where the two need not
+        agree: after greedy sampling; after truncation without ``kept_sets`` (log-probs are then
+        over all tokens); if groups were dropped (scores chose the answers); if the policy did not
+        sample all trained tokens.
         """
         sampling = self.train_sampling
-        truncates = sampling.top_p < 1 or sampling.top_k >= 0
-        log_probs_are_of_sampler = sampling.temperature > 0 and (
-            not truncates or sampling.kept_sets
-        )
-        groups_dropped = metrics.values.get("collect/prompts_dropped")
-        if not log_probs_are_of_sampler or groups_dropped or batch.has("sampled_mask"):
+        if sampling.temperature == 0 or (sampling.truncates and not sampling.kept_sets):
+            return {}
+        if metrics.values.get("collect/prompts_dropped") or batch.has("sampled_mask"):
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}

@@ -354,7 +354,7 @@ class Run:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[StepMetrics]:
+    def metrics_of_steps(self) -> Iterator[StepMetrics]:
         """Yield the metrics of each step to come, empty, until the run is finished."""
         self.line_ended = time.perf_counter()
         while not self.finished():

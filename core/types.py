@@ -263,8 +263,11 @@ class TrainBatch:
     returns: Tensor = batch_field("N", "compute_advantages")
     # The token's share of the objective of its mini-batch
     loss_weight: Tensor = batch_field("N", "mini_batches, once a mini-batch")
-    # Tokens that the policy loss treats apart: bool, or int32 in an order, apart where positive
+    # True at the tokens that the policy loss treats apart
     selected: Tensor = batch_field("N", "mini_batching, for a policy loss that selects tokens")
+    # For clip_cov, which gives up clipped tokens: candidates in a random order, int32, the highest
+    # first; positive where drawn, negative where a token waits to take the place of a clipped one
+    selection_order: Tensor = batch_field("N", "mini_batching, for clip_cov")
 
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others
 

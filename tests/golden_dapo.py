@@ -113,7 +113,7 @@ def _accumulation(case: Case, precision: str) -> Iterator[Comparison]:
             continue
         # A step begins where the published one does, at a new batch
         start, drawn = first * size, min(bound, number + 1 - first) * size
-        limits, first = CollectLimits(wanted, size, drawn), number + 1
+        limits, first = CollectLimits(wanted, size, drawn, raise_on_exhausted=True), number + 1
         kept = _collected(tuple(passing), size, start, limits)
         if event["event"] == "error":
             yield Comparison(f"{number} raises", kept is None, True, 0)

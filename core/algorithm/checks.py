@@ -28,16 +28,16 @@ def require(holds: Any, phase: str, finding: str, remedy: str) -> None:
 
 
 def call_and_check(
-    function: Callable[[Any], Any], inputs: Any, shape: torch.Size, second: type
+    function: Callable[[Any], Any], inputs: Any, shape: torch.Size, second_type: type
 ) -> Any:
     """Call a policy loss or an estimator and return its pair, with a number for each token.
 
-    ``second`` is the type of the pair's second value: a tensor, or the dict of stats. Raises
+    ``second_type`` is the type of the pair's second value: a tensor, or the dict of stats. Raises
     InputError if a user's own function returns anything else: a mean would spread over all tokens
     unseen.
     """
     result = function(inputs)
-    expected = [list(shape), list(shape) if second is Tensor else second.__name__]
+    expected = [list(shape), list(shape) if second_type is Tensor else second_type.__name__]
     values = result if isinstance(result, tuple) else (result,)
     actual = [list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in values]
     if actual != expected:

@@ -247,9 +247,9 @@ def clip_cov_tokens(
     order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
     drawn = max(int(config.clip_cov_ratio * tokens), 1)
     place = drawn - torch.arange(len(candidates), device=candidates.device)
-    selected = torch.zeros_like(carries, dtype=torch.int32)
-    selected[candidates[order]] = torch.where(place > 0, place, place - 1).int()
-    return selected
+    selection_order = torch.zeros_like(carries, dtype=torch.int32)
+    selection_order[candidates[order]] = torch.where(place > 0, place, place - 1).int()
+    return selection_order
 
 
 def kl_cov_tokens(

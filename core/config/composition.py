@@ -23,7 +23,7 @@ from core.config import convert, defaults, recipes, rules, verl_names
 from core.config.convert import nested, over
 from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
-from core.config.section import IS_SECTION, Problem, brief, show
+from core.config.section import RULE_SECTION, Problem, brief, show
 from core.config.unknown_keys import unknown_key
 from core.config.unused_keys import unused
 from core.config.verl_names import Line
@@ -288,7 +288,7 @@ class Reader:
         elif reading and reading.unused and not in_schema:
             self.unused[key] = (value, reading.unused)
         elif key in convert.sections(schema):
-            self.problems.append(Problem(key, value, IS_SECTION, "set one of its keys"))
+            self.problems.append(Problem(key, value, RULE_SECTION, "set one of its keys"))
         elif not known and reading:
             self.problems.append(Problem(key, value, reading.rule, reading.fix))
         elif not known:

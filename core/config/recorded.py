@@ -17,8 +17,8 @@ from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
 from core.config.section import (
     IDENTITY,
-    IS_SECTION,
-    UNKNOWN,
+    RULE_SECTION,
+    RULE_UNKNOWN,
     Problem,
     build,
     hints,
@@ -47,9 +47,9 @@ def validated(schema: type[Config], tree: Any, line: Line) -> tuple[Config, list
     config, refused = build(schema, tree)
     problems = []
     for key, value, rule in refused:
-        if rule == UNKNOWN:
+        if rule == RULE_UNKNOWN:
             problems.append(unknown_key(key, value, schema))
-        elif rule == IS_SECTION:
+        elif rule == RULE_SECTION:
             problems.append(Problem(key, value, rule, "set one of its keys"))
         else:
             hint = read_value(key, value, line)

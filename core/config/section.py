@@ -68,9 +68,10 @@ def names_of(hint: Any) -> tuple[str, ...]:
     """Return the names that a type admits; none if it admits any text."""
     if isinstance(hint, Limit):
         return hint.names
-    parts = get_args(hint)  # those of an Annotated type are the type and its Limit
+    parts = get_args(hint)
     if get_origin(hint) is Literal:
         return tuple(part for part in parts if isinstance(part, str))
+    # The members of a union; of an Annotated type the type and its Limit
     return tuple(name for part in parts for name in names_of(part))
 
 
@@ -101,6 +102,10 @@ def _mapping(value: Any) -> Any:
     return dict(value)
 
 
+# First no dot, slash, backslash, blank or dash; then no slashes; last no blank
+NAME = re.compile(r"[^./\\\s-][^/\\]*(?<!\s)")
+
+
 def _is_name(value: str) -> bool:
     is_short = len(value.encode(errors="replace")) <= 200
     return is_short and value.isprintable() and bool(NAME.fullmatch(value))
@@ -118,7 +123,6 @@ def _is_frequency(value: int | str) -> bool:
     return value == "after_each_epoch" or (not isinstance(value, str) and value >= -1)
 
 
-NAME = re.compile(r"[^./\\\s-][^/\\]*(?<!\s)")
 NAME_REQUIREMENT = (
     "a name of at most 200 bytes without / or \\, line breaks or outer spaces, that starts with "
     "neither a dot nor a dash"
@@ -148,7 +152,7 @@ Betas = Annotated[
 Texts = Annotated[tuple[str, ...], AllowSingle]
 Paths = Annotated[Texts, Limit("at least one path", lambda v: len(v) > 0 and all(v))]
 # The list may be empty, its paths may not
-PathsOrNone = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
+PathsMaybeEmpty = Annotated[Texts, Limit("paths, or [] for none", lambda v: all(v))]
 ModuleNames = Annotated[Texts, Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 # A mapping whose keys the schema does not check: another library or the user defines them
 Open = Annotated[dict[str, Any], PlainValidator(_mapping)]
@@ -163,7 +167,8 @@ FULL_PRECISION = ("float32", "fp32")
 IDENTITY = "identity"
 # The key names files. A change of their content makes another run, so a run records their hash.
 FILES = "files"
-# The key decides where, how fast or how long a run computes. Only rounding and timing may differ.
+# The key decides where and how fast a run computes, and when it ends. The steps that two such runs
+# share differ in rounding and timing alone.
 EXECUTION = "execution"
 # The key decides what is recorded, watched or kept. No result depends on it.
 BOOKKEEPING = "bookkeeping"
@@ -212,7 +217,7 @@ def key(
     """Return the field of a key: its default, its text in ``--help``, when it is used, its role.
 
     If ``role`` is None, it is that of the nearest section around the key that has one, or IDENTITY.
-    A null value stands for the value of the key ``follows``.
+    If ``follows`` names another key, a null value stands for that key's value.
     """
     options = {"role": role, "used_if": used_if, "follows": follows}
     parts = [text, f"null: {follows}" if follows else ""]
@@ -239,7 +244,7 @@ class Section(BaseModel):
 
 
 def key_option(section: type[Section], name: str, option: str) -> Any:
-    """Return the ``role``, ``used_if`` or ``follows`` that :func:`key` was given, or None."""
+    """Return the ``role``, ``used_if`` or ``follows`` of a key, as :func:`key` has them."""
     return (section.model_fields[name].json_schema_extra or {}).get(option)
 
 
@@ -292,8 +297,8 @@ def brief(text: str) -> str:
 
 # --- from an untyped tree ---
 
-UNKNOWN = "unknown key"
-IS_SECTION = "is a section of the configuration"
+RULE_UNKNOWN = "unknown key"
+RULE_SECTION = "is a section of the configuration"
 
 
 def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any, str]]]:
@@ -303,25 +308,31 @@ def build(schema: type[Section], tree: Mapping[str, Any]) -> tuple[Any, list[tup
     """
     tree = copy.deepcopy(tree)
     refused = []
+    # It ends: each round removes at least one key, and every key has a default
     while True:
         try:
             return schema.model_validate(tree), refused
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        # Path of a key -> the rule it breaks: one rule, also for a list with several wrong items
-        rules = {_key_path(schema, details["loc"]): _rule(details) for details in errors}
-        for path, rule in rules.items():
+        # Path of a key -> its errors: of a list one for each wrong item, of a union for each type
+        by_path: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        for details in errors:
+            by_path.setdefault(_key_path(schema, details["loc"]), []).append(details)
+        for path, details_of_key in by_path.items():
             *section_names, name = path
-            section = functools.reduce(operator.getitem, section_names, tree)
-            refused.append((".".join(path), section.pop(name), rule))
+            parent = functools.reduce(operator.getitem, section_names, tree)
+            value = parent.pop(name)
+            rules = list(dict.fromkeys(map(_rule, details_of_key)))
+            rule = rules[0] if len(rules) == 1 else _rule_of_key(schema, path, rules)
+            refused.append((".".join(path), value, rule))
 
 
 def _rule(details: Mapping[str, Any]) -> str:
     """Return a pydantic error's rule, to be put behind ``key=value: ``."""
     if details["type"] == "extra_forbidden":
-        return UNKNOWN
+        return RULE_UNKNOWN
     if details["type"] == "model_type":
-        return IS_SECTION
+        return RULE_SECTION
     # pydantic's messages begin with "Input should be "; its list of literals lacks "one of"
     must = "must be one of " if details["type"] == "literal_error" else "must be "
     rule = details["msg"].replace("Input should be ", must)
@@ -330,8 +341,18 @@ def _rule(details: Mapping[str, Any]) -> str:
     return rule
 
 
+def _rule_of_key(schema: Any, path: Sequence[str], rules: Sequence[str]) -> str:
+    """Return the requirement of the key's Limit; the rules of its parts or types if it has none."""
+    hint = functools.reduce(lambda section, name: hints(section)[name], path, schema)
+    limits = [part for part in get_args(hint) if isinstance(part, Limit)]
+    return f"must be {limits[0].requirement}" if limits else " or ".join(rules)
+
+
 def _key_path(schema: Any, location: Sequence[int | str]) -> tuple[str, ...]:
-    """Return an error's location cut behind its key: no indices of lists."""
+    """Return the path of the key that an error belongs to.
+
+    That is pydantic's location without the indices of lists and the types of unions.
+    """
     path: list[str] = []
     hint = schema  # the type at the end of path
     for step in map(str, location):

@@ -17,7 +17,7 @@ from core.config.section import (
     OffOrSize,
     Open,
     Paths,
-    PathsOrNone,
+    PathsMaybeEmpty,
     Positive,
     PositiveShare,
     Section,
@@ -78,7 +78,7 @@ REJECTED = needs("rollout_rs")
 
 class DataConfig(Section):
     train_files: Paths = files((f"{GSM8K}/train.parquet",), "training examples, parquet or .jsonl")
-    val_files: PathsOrNone = files((f"{GSM8K}/test.parquet",), "validation questions; []: none")
+    val_files: PathsMaybeEmpty = files((f"{GSM8K}/test.parquet",), "validation questions; []: none")
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
     image_key: str = key("images", "column that holds a prompt's pictures, one for each <image>")
     reward_fn_key: str = key("data_source", "column of the data source, which chooses the scorer")

@@ -59,10 +59,14 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.max_tokens={self.max_tokens}: must be at least 1")
 
     @property
+    def truncates(self) -> bool:
+        """Return whether top-p or top-k may cut tokens off."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
     def records_kept(self) -> bool:
         """Return whether kept ids are recorded: they are asked for, and something may be cut."""
-        truncates = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-        return self.kept_sets and truncates
+        return self.kept_sets and self.truncates
 
 
 def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> SamplingParams:

@@ -78,8 +78,8 @@ def mini_batching(
 ) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
     """Return a function that cuts a batch into mini-batches, as a configuration section has it.
 
-    If the policy loss treats some tokens apart, it has ``selected`` them by the old log-probs, or
-    without those by the engine's.
+    If the policy loss treats some tokens apart, the mini-batch has ``selected`` or
+    ``selection_order``, by the old log-probs or without those by the engine's.
     """
     loss = registry.policy_loss(loss_mode)
     agg_mode = loss.aggregation or section.loss_agg_mode
@@ -98,13 +98,14 @@ def mini_batching(
                 old_log_probs = mini_batch.optional("old_log_probs")
                 if old_log_probs is None:
                     old_log_probs = mini_batch.rollout_log_probs
-                selected = select(
+                selection = select(
                     old_log_probs,
                     mini_batch.advantages,
                     mini_batch.loss_weight,
                     section.policy_loss,
                 )
-                mini_batch = mini_batch.adding(selected=selected)
+                field = "selection_order" if loss.replaces_clipped else "selected"
+                mini_batch = mini_batch.adding(**{field: selection})
             yield mini_batch
 
     return cut

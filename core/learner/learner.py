@@ -35,8 +35,8 @@ CRITIC_READS = ("input_ids", "response_mask", "group", "loss_weight", "returns",
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads; a learner rank is sent no others."""
-    # ``selected``: set in mini-batching for clip_cov and kl_cov, see Actor.selected_by_order()
-    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights")
+    fields += ("selected", "selection_order")  # of kl_cov and of clip_cov
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if batch.has("old_log_probs"):
@@ -48,13 +48,15 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
 def zero_advantage_gives_no_gradient(config: ActorConfig) -> bool:
     """Return whether advantages are the only source of gradients.
 
-    A sequence whose advantages are all 0 may then be left out of the update.
+    A sequence whose advantages are all 0 may then be left out of the update. A user's own policy
+    loss may have further terms, unless its attribute ``moves_without_advantage`` is False.
     """
-    loss = registry.policy_loss(config.policy_loss.loss_mode)
-    has_other_source = (
-        config.use_kl_loss or config.entropy_coeff != 0 or loss.moves_without_advantage
-    )
-    return not has_other_source
+    loss_mode = config.policy_loss.loss_mode
+    moves_without_advantage = registry.policy_loss(loss_mode).moves_without_advantage
+    if loss_mode not in registry.POLICY_LOSSES:
+        function = load_policy_loss(loss_mode)
+        moves_without_advantage = getattr(function, "moves_without_advantage", True)
+    return not (config.use_kl_loss or config.entropy_coeff != 0 or moves_without_advantage)
 
 
 class Stepper:
@@ -95,8 +97,8 @@ class Stepper:
         self.skipped_steps = 0
         self.update_sums = MetricSums()
 
-    def step(self, step_sums: MetricSums) -> None:
-        """Clip the gradients, move the weights and clear the gradients.
+    def step(self, step_sums: MetricSums) -> bool:
+        """Clip the gradients, move the weights and clear the gradients. Return whether they moved.
 
         If no sequence of the mini-batch trains, the gradients are zeros, as in verl: momentum and
         weight decay still move the weights.
@@ -106,7 +108,8 @@ class Stepper:
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
         norm = float(whole_tensor(norm))
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        if is_finite:
             self.optimizer.step()
             step_sums.add_value("grad_norm", norm)
             self.update_sums.merge(step_sums)
@@ -114,6 +117,7 @@ class Stepper:
             self.skipped_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step_index += 1
+        return is_finite
 
     def end_update(self) -> dict[str, float]:
         """Return the update's metrics. Raises UnhealthyRun if a weight is not finite."""
@@ -147,13 +151,10 @@ class Actor(Policy):
         self.config = config
         self.bypass = bypass
         self.micro_batch_size = training_size(config)
-        loss_mode = config.policy_loss.loss_mode
-        self.policy_loss = load_policy_loss(loss_mode)
+        self.policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         # A user's loss may have a function ``select``, called before each optimizer step on the
         # log-probs of the current weights
         self.user_select = getattr(self.policy_loss, "select", None)
-        # clip_cov: reserves take the place of clipped drawn tokens, see selected_by_order()
-        self.replaces_clipped = registry.policy_loss(loss_mode).replaces_clipped
         self.stepper = Stepper(self, config, "actor")
         # Differences between engine and learner, measured before an update's first step
         self.mismatch = MetricSums()
@@ -167,10 +168,12 @@ class Actor(Policy):
         """
         self.mismatch = MetricSums()
         self.stepper.begin_update(lr_multiplier)
-        for mini_batch in mini_batches:
+        for index, mini_batch in enumerate(mini_batches):
             step_sums = MetricSums()
             self.accumulate(mini_batch, step_sums)
-            self.stepper.step(step_sums)
+            was_taken = self.stepper.step(step_sums)
+            if index == 0 and not was_taken:
+                self.mismatch = MetricSums()  # its log-probs may be what was not finite
         metrics = self.stepper.end_update()
         metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
@@ -179,15 +182,13 @@ class Actor(Policy):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of this rank's part of a mini-batch, by micro-batches."""
-        # micro_batch_loss() adds parts of a sum with counts=False. Adding 0.0 on rank 0 counts the
-        # optimizer step once, so that the metric is a mean over optimizer steps.
-        step_sums.add_value("pg_loss", 0.0, counts=self.ranks.is_rank_zero)
-        if self.config.use_kl_loss:
-            step_sums.add_value("kl_loss", 0.0, counts=self.ranks.is_rank_zero)
+        if self.ranks.is_rank_zero:  # its parts are summed over micro-batches and ranks
+            step_sums.count_step("pg_loss")
+            if self.config.use_kl_loss:
+                step_sums.count_step("kl_loss")
         if self.user_select is not None:
             mini_batch = mini_batch.adding(selected=self.selected_by_user(mini_batch))
-        elif mini_batch.has("selected"):
-            # From order numbers, see selected_by_order(), to bool
+        elif mini_batch.has("selection_order"):
             mini_batch = mini_batch.adding(selected=self.selected_by_order(mini_batch))
         contributing, idle = split_zero_gradient(
             mini_batch,
@@ -195,17 +196,18 @@ class Actor(Policy):
         )
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
-        # The pass for old log-probs has measured entropy and mismatch of all sequences
-        if mini_batch.has("old_log_probs"):
-            return
-        # Idle sequences do not train and are only measured. all_reduce_max and log_probs are
-        # collectives: every rank calls them.
+        if not mini_batch.has("old_log_probs"):
+            # No pass for them has measured entropy and mismatch of all sequences
+            self.measure_idle(idle, step_sums)
+
+    def measure_idle(self, idle: TrainBatch, step_sums: MetricSums) -> None:
+        """Measure entropy and mismatch of sequences that do not train. All ranks call it."""
         any_rank_has_idle = self.ranks.all_reduce_max(len(idle)) > 0
         if any_rank_has_idle:
             log_prob_N, entropy_N = self.log_probs(idle, self.micro_batch_size)
             if len(idle):
                 step_sums.add_tokens({"entropy": entropy_N}, idle.response_mask)
-                self.measure_mismatch(log_prob_N, entropy_N, idle)
+                self.measure_mismatch_at_first(log_prob_N, entropy_N, idle)
 
     def micro_batch_loss(self, micro_batch: TrainBatch, step_sums: MetricSums) -> Tensor:
         """Return the micro-batch's part of the loss: policy gradient - entropy bonus + KL."""
@@ -215,22 +217,22 @@ class Actor(Policy):
         with_entropy = config.entropy_coeff != 0
         log_prob_N, entropy_N = self.token_stats(micro_batch, entropy_grad=with_entropy)
         inputs = self.loss_inputs(micro_batch, log_prob_N)
-        loss_N, stats = call_and_check(self.policy_loss, inputs, log_prob_N.shape, second=dict)
+        loss_N, stats = call_and_check(self.policy_loss, inputs, log_prob_N.shape, second_type=dict)
         if micro_batch.has("rollout_is_weights"):
             loss_N = loss_N * micro_batch.rollout_is_weights
         loss = (weight_N * loss_N).sum()
-        step_sums.add_value("pg_loss", float(loss.detach()), counts=False)
+        step_sums.add_part("pg_loss", float(loss.detach()))
         if with_entropy:
             loss = loss - config.entropy_coeff * (weight_N * entropy_N).sum()
         if config.use_kl_loss:
             kl_N = kl_penalty(log_prob_N, micro_batch.ref_log_prob, config.kl_loss_type, mask_N)
             kl_loss = (weight_N * kl_N).sum()
             loss = loss + config.kl_loss_coef * kl_loss
-            step_sums.add_value("kl_loss", float(kl_loss.detach()), counts=False)
+            step_sums.add_part("kl_loss", float(kl_loss.detach()))
         if not micro_batch.has("old_log_probs"):
             # No old-log-prob pass ran, so measure entropy and mismatch here
             stats = {**stats, "entropy": entropy_N}
-            self.measure_mismatch(log_prob_N, entropy_N, micro_batch)
+            self.measure_mismatch_at_first(log_prob_N, entropy_N, micro_batch)
         step_sums.add_tokens(stats, mask_N)
         return loss
 
@@ -252,8 +254,10 @@ class Actor(Policy):
             selected=batch.optional("selected"),
         )
 
-    def measure_mismatch(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
-        """Record the learner-engine log-prob difference, only before the first optimizer step."""
+    def measure_mismatch_at_first(
+        self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch
+    ) -> None:
+        """Record the learner-engine log-prob difference, if no optimizer step was taken yet."""
         if self.stepper.step_index == 0 and batch.has("rollout_log_probs"):
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
@@ -270,21 +274,21 @@ class Actor(Policy):
         return self.user_select(inputs, self.ranks.gather)
 
     def selected_by_order(self, mini_batch: TrainBatch) -> Tensor:
-        """Return the tokens of a mini-batch that the policy loss treats apart, [N] bool.
+        """Return the tokens of a mini-batch that clip_cov treats apart, [N] bool.
 
-        ``mini_batch.selected`` is bool or, if the loss replaces clipped tokens, an order number:
-        positive for tokens drawn at random, -1, -2, ... for reserves, 0 for all others. Then the
-        unclipped tokens with the highest numbers of all ranks are chosen, as many as were drawn.
+        ``selection_order`` is a place in a random order: D, ..., 1 for the D tokens drawn, -1, -2,
+        ... for reserves, 0 for all others. The result is the D tokens of the highest places, of
+        all ranks together, that are not clipped now.
         """
-        order_N = mini_batch.selected
-        drawn_N = order_N > 0  # also if it is bool
+        order_N = mini_batch.selection_order
+        drawn_N = order_N > 0
         # Before the first step the ratio is 1, unless the old log-probs are the engine's
         nothing_is_clipped = self.stepper.step_index == 0 and not self.bypass
-        if not self.replaces_clipped or nothing_is_clipped:
+        if nothing_is_clipped:
             return drawn_N
         drawn_on_all_ranks = sum(self.ranks.gather(int(drawn_N.sum())))
         unclipped_N = (order_N != 0) & ~self.clipped(mini_batch)
-        # One rank may have all of the chosen tokens
+        # Each rank offers as many as all ranks together need: it may have all of them
         highest = order_N[unclipped_N].sort(descending=True).values[:drawn_on_all_ranks]
         highest_by_rank = torch.cat(self.ranks.gather(highest))
         chosen_numbers = highest_by_rank.sort(descending=True).values[:drawn_on_all_ranks]
@@ -297,7 +301,7 @@ class Actor(Policy):
         At all other tokens the result means nothing.
         """
         # With an advantage of 0 the clip changes nothing
-        may_be_clipped_N = (mini_batch.selected != 0) & (mini_batch.advantages != 0)
+        may_be_clipped_N = (mini_batch.selection_order != 0) & (mini_batch.advantages != 0)
         count_B = count_by_sequence(may_be_clipped_N, mini_batch.lengths)
         rows = count_B.nonzero()[:, 0]  # sequences with at least one such token
         candidates = mini_batch.rows(rows)
@@ -327,18 +331,18 @@ class Critic(LearnerModel):
             )
         # M: the positions whose next token is a response token
         values_M = output.logits[inputs.is_predicting][:, 0]
-        at_least_float32 = torch.promote_types(values_M.dtype, torch.float32)
-        return inputs.at_tokens(values_M.to(at_least_float32))
+        dtype = torch.promote_types(values_M.dtype, torch.float32)  # float32 at least
+        return inputs.at_tokens(values_M.to(dtype))
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
         """Return :meth:`token_values` of the rank's batch, [N], without gradients."""
         values_N = torch.zeros(batch.tokens)
-        for index, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, batch):
+        for rows, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, batch):
             values = self.token_values(micro_batch.to(self.device))
-            # Empty micro-batches only keep this rank in step with the others
-            if len(index):
-                batch.put_into(values_N, index, values.cpu().float())
+            # No rows: a blank micro-batch, which only keeps this rank in step with the others
+            if len(rows):
+                batch.put_into(values_N, rows, values.cpu().float())
         return values_N
 
     def update(self, mini_batches: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -352,8 +356,8 @@ class Critic(LearnerModel):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        # Parts of the loss are added with count 0; this adds 1 per optimizer step, on rank 0
-        step_sums.add_value("vf_loss", 0.0, counts=self.ranks.is_rank_zero)
+        if self.ranks.is_rank_zero:  # its parts are summed over micro-batches and ranks
+            step_sums.count_step("vf_loss")
         contributing, _ = split_zero_gradient(mini_batch, skip_zero_advantage=False)
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
@@ -366,6 +370,6 @@ class Critic(LearnerModel):
         returns_N = micro_batch.returns
         loss_N, stats = value_loss(values_N, returns_N, micro_batch.values, clip, mask_N)
         loss = (micro_batch.loss_weight * loss_N).sum()
-        step_sums.add_value("vf_loss", float(loss.detach()), counts=False)
+        step_sums.add_part("vf_loss", float(loss.detach()))
         step_sums.add_tokens({**stats, "vpred_mean": values_N}, mask_N)
         return loss

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 GenerateGroup = Callable[[int], Awaitable[ScoredGroup]]  # ordinal -> scored group
 KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # a request to stop is noticed within this time
-# Floor of the keep rate in may_begin(): at most wanted / 0.01 groups, and max_in_flight, are begun
+# may_begin() expects at least this share to pass: a rate near 0 would begin groups without bound
 MIN_KEEP_RATE = 0.01
 
 
@@ -33,8 +33,8 @@ class CollectState:
     next_ordinal: int = 0
     # Recent share of groups that passed: it decides how many groups are begun at once
     keep_rate: float = 1.0
-    # ordinal -> group that was generated and filtered before the step that may need it; no ordinal
-    # is below next_ordinal
+    # Ordinals from next_ordinal on that an earlier step has answered: each with its group, or with
+    # Dropped if keep_group refused it
     carried: Mapping[int, ScoredGroup | Dropped] = field(default_factory=dict)
 
 
@@ -45,10 +45,8 @@ class CollectLimits:
     wanted: int  # groups a step trains on
     max_in_flight: int  # prompts that are answered at the same time
     max_drawn: int  # prompts that are drawn for one step
-    # If too few groups pass: raise (True), or train on those there are
-    raise_on_exhausted: bool = True
-    # The keys that a message names if too few groups pass
-    keys: str = "data.gen_batch_size"
+    raise_on_exhausted: bool  # if too few groups pass; otherwise the step trains on those there are
+    what_to_raise: str = "data.gen_batch_size"  # "raise ..." in the message if too few groups pass
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ async def collect_groups(
         while True:
             if stop_requested():
                 raise StopRequested
-            # For a carried group begin() only counts a draw
             while groups.may_begin(next_to_begin):
-                groups.begin(next_to_begin)
+                groups.draw(next_to_begin)
                 next_to_begin += 1
+            # With nothing in flight here, enough groups passed or max_drawn is reached
             if not groups.in_flight or groups.are_enough():
                 break
             num_finished = await groups.filter_finished()
@@ -110,8 +108,8 @@ async def collect_groups(
                 after_group()
     finally:
         await groups.abort()
-    # are_enough() saw to it that all ordinals up to the last chosen one are decided (if too few
-    # groups passed, all that were begun), so no aborted group could have replaced a chosen one
+    # All ordinals up to the last chosen one are decided: are_enough() waits for them, and if too
+    # few groups pass, nothing is in flight. So no aborted group could have replaced a chosen one.
     chosen = groups.passed(below=next_to_begin)[: limits.wanted]
     if len(chosen) == limits.wanted:
         next_ordinal = chosen[-1].prompt.ordinal + 1
@@ -127,7 +125,7 @@ async def collect_groups(
         for ordinal, group in state.carried.items():
             if group.version >= oldest_version:
                 end = max(end, ordinal + 1)
-    return groups.result(chosen, range(next_ordinal, end), oldest_version)
+    return groups.result(chosen, next_ordinal, range(next_ordinal, end), oldest_version)
 
 
 @dataclass(eq=False, repr=False)
@@ -146,8 +144,8 @@ class GroupsInProgress:
     def __post_init__(self) -> None:
         self.decided = dict(self.state.carried)
 
-    def begin(self, ordinal: int) -> None:
-        """Begin a group, unless it is decided already."""
+    def draw(self, ordinal: int) -> None:
+        """Count the draw, and begin the group unless an earlier step has carried it here."""
         self.drawn += 1
         if ordinal not in self.decided:
             task = asyncio.ensure_future(self.generate_group(ordinal))
@@ -160,7 +158,7 @@ class GroupsInProgress:
         stop.
         """
         done, _ = await asyncio.wait(
-            self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
+            self.in_flight.keys(), timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
         # By ordinal: a set has no order, and a repeated run has to filter in the same one
         for task in sorted(done, key=lambda task: self.in_flight[task]):
@@ -174,7 +172,7 @@ class GroupsInProgress:
 
     async def abort(self) -> None:
         """Cancel what is in flight and wait until it has ended."""
-        await cancel(self.in_flight)
+        await cancel(self.in_flight.keys())
 
     def passed(self, below: int) -> list[ScoredGroup]:
         """Return the groups that passed and have an ordinal under ``below``, by ordinal."""
@@ -198,37 +196,38 @@ class GroupsInProgress:
         return len(self.passed(below=first_undecided)) >= self.limits.wanted
 
     @property
-    def num_kept(self) -> int:
-        """The number of decided groups that passed."""
-        return sum(isinstance(group, ScoredGroup) for group in self.decided.values())
-
-    @property
     def keep_rate(self) -> float:
         """The keep rate up to now.
 
-        The previous rate, weighted as ``wanted`` groups, averaged with all decided groups, carried
-        ones too.
+        It is the share that passed among the groups decided here and ``wanted`` groups more, of
+        which the previous rate passed. That rate has counted the carried groups.
         """
         wanted = self.limits.wanted
-        return (self.state.keep_rate * wanted + self.num_kept) / (wanted + len(self.decided))
+        carried = self.state.carried
+        decided = [group for ordinal, group in self.decided.items() if ordinal not in carried]
+        num_kept = sum(isinstance(group, ScoredGroup) for group in decided)
+        return (self.state.keep_rate * wanted + num_kept) / (wanted + len(decided))
 
     def report_exhausted(self, chosen: Collection[ScoredGroup]) -> None:
         """Raise Exhausted, or warn if the step may train on the groups there are."""
         message = (
             f"{len(chosen)} of the {self.limits.wanted} groups a step needs passed keep_group "
-            f"after {self.drawn} prompts ({len(self.decided) - self.num_kept} dropped): "
+            f"after {self.drawn} prompts ({self.drawn - len(chosen)} dropped): "
             "the data may be too easy or too hard for the policy; "
-            f"raise {self.limits.keys}, or change the data"
+            f"raise {self.limits.what_to_raise}, or change the data"
         )
         if self.limits.raise_on_exhausted or not chosen:
             raise Exhausted(message)
         log.warning("%s; training on the %d groups there are", message, len(chosen))
 
     def result(
-        self, chosen: Collection[ScoredGroup], window: range, oldest_version: int
+        self,
+        chosen: Collection[ScoredGroup],
+        next_ordinal: int,
+        window: range,
+        oldest_version: int,
     ) -> Collected:
-        """Return the step's outcome. ``window`` begins at the next step's first ordinal."""
-        next_ordinal = window.start
+        """Return the step's outcome. The next step begins at ``next_ordinal``."""
         dropped = 0
         wasted_tokens = 0
         carried = {}
@@ -240,7 +239,8 @@ class GroupsInProgress:
             is_new_enough = group.version >= oldest_version
             if is_new_enough:
                 carried[ordinal] = group
-            # Outside the window: RayPPOTrainer.collect() drops what this step began
+            # Too old for the next step, or outside the window: RayPPOTrainer.collect() takes the
+            # latter out of the state, unless they were carried before
             if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {

@@ -39,7 +39,7 @@ async def answer_window(
     try:
         while missing or groups.in_flight:
             while missing and len(groups.in_flight) < limits.max_in_flight:
-                groups.begin(missing.pop(0))
+                groups.draw(missing.pop(0))
             await groups.filter_finished()
     finally:
         await groups.abort()
@@ -47,7 +47,7 @@ async def answer_window(
     return CollectState(state.next_ordinal, groups.keep_rate, carried)
 
 
-async def learn_while_collecting(
+async def run_both(
     learn: Callable[[], TrainBatch],
     work: Coroutine[Any, Any, CollectState],
     metrics: StepMetrics,

@@ -22,13 +22,19 @@ class MetricSums:
             self.sums[name] += float(torch.where(mask_N, value_N.detach(), 0.0).sum())
             self.counts[name] += float(mask_N.sum())
 
-    def add_value(self, name: str, value: float, *, counts: bool = True) -> None:
-        """Add a number of an optimizer step.
+    def add_value(self, name: str, value: float) -> None:
+        """Add a number of an optimizer step, of which the result is the mean."""
+        self.add_part(name, value)
+        self.count_step(name)
 
-        ``counts=False`` adds another partial sum to the same optimizer step.
-        """
+    def add_part(self, name: str, value: float) -> None:
+        """Add a part of an optimizer step's number; :meth:`count_step` counts the step."""
         self.sums[name] += value
-        self.counts[name] += counts
+
+    def count_step(self, name: str) -> None:
+        """Count an optimizer step, once, whose number is added in parts."""
+        self.sums[name] += 0.0  # also if no part follows
+        self.counts[name] += 1
 
     def keep_extreme(self, name: str, value: float) -> None:
         """Keep the smallest value of a name that ends in ``_min``, the largest of any other."""

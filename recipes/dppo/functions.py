@@ -21,3 +21,6 @@ def dppo(x: LossInputs) -> tuple[Tensor, Stats]:
         pg_clipfrac=up | down, pg_clipfrac_high=up, pg_clipfrac_lower=None, ppo_kl=-x.log_ratio
     )
     return torch.where(up | down, 0, loss), stats
+
+
+dppo.moves_without_advantage = False  # with A = 0 it is 0: such sequences are left out

@@ -36,3 +36,4 @@ def outliers(x: LossInputs, gather: Callable[[Any], list[Any]]) -> Tensor:
 
 
 m2po.select = outliers  # called once for each optimizer step
+m2po.moves_without_advantage = False  # with A = 0 it is 0: such sequences are left out

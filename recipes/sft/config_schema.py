@@ -18,7 +18,7 @@ from core.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from core.config.section import PathsOrNone, files, key
+from core.config.section import PathsMaybeEmpty, files, key
 from core.config.training_keys import (
     ActorConfig,
     AlgorithmConfig,
@@ -35,7 +35,7 @@ class DemonstrationConfig(DataConfig):
     """The core's section ``data``, with the columns of demonstrations."""
 
     gen_batch_size: ClassVar[None] = None
-    val_files: PathsOrNone = files(
+    val_files: PathsMaybeEmpty = files(
         (), "parquet files of questions that a validation answers; empty: there is none"
     )
     messages_key: str = key(

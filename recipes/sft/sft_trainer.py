@@ -50,7 +50,7 @@ class RaySFTTrainer(Trainer):
         """Train to the last step. Each iteration trains on a batch of demonstrations."""
         with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.validate_before_training()
-            for metrics in self.run.steps():
+            for metrics in self.run.metrics_of_steps():
                 with metrics.time("step"):
                     batch = self.draw(metrics.step)
                     self.update(batch, metrics)

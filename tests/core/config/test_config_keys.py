@@ -88,6 +88,9 @@ def test_a_value_that_does_not_fit():
         "trainer.logger=[console,nowhere]": "must be one of console, jsonl, tensorboard, wandb",
         "trainer.experiment_name=1e-6": "must be a valid string (quote",
         "trainer.seed=" + "9" * 400: "must be a whole number below 2**63",
+        "trainer.save_freq=1.5": "must be at least -1, or after_each_epoch; the default",
+        "algorithm.rollout_correction.rollout_is_threshold=true": "must be a valid number or must "
+        "be a valid string",
         "data.train_files=[]": "must be at least one path",
         "data.apply_chat_template_kwargs=[1,2]": "must be a mapping, as in {name: value}; the "
         "default is {}",

@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 
 from core.config.training_keys import PolicyLossConfig
 from core.learner.batching import MicroBatchSize, make_batch, mini_batches, mini_batching
-from core.learner.learner import Actor, Critic
+from core.learner.learner import Actor, Critic, zero_advantage_gives_no_gradient
 from core.learner.passes import Policy
 from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
@@ -168,12 +168,13 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
             **vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None
         )
         (step,) = mini_batching(config, 20, mode)(batch)
-        chosen = step.selected > 0
+        field = "selected" if mode == "kl_cov" else "selection_order"
+        chosen = getattr(step, field) > 0
         assert 0 < chosen.sum() < step.loss_mask.sum() and not (chosen & ~step.loss_mask).any()
         gradients.append(accumulated(part, step)[0])
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
-    nothing = step.adding(selected=torch.zeros_like(step.selected))
+    nothing = step.adding(**{field: torch.zeros_like(getattr(step, field))})
     without = accumulated(actor(torch.float64, policy_loss=loss), nothing)[0]
     assert float((without - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
@@ -245,10 +246,10 @@ def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
         free = inside & ~clipped
         drawn = part.selected_by_order(step)
         assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
-        first = step.selected > 0
+        first = step.selection_order > 0
         assert torch.equal(drawn & first, free & first)  # none is given up without need
-        reserves = step.selected[free & ~drawn]
-        assert not len(reserves) or reserves.max() < step.selected[drawn].min()
+        reserves = step.selection_order[free & ~drawn]
+        assert not len(reserves) or reserves.max() < step.selection_order[drawn].min()
 
 
 def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_without():
@@ -256,7 +257,7 @@ def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_
     part.stepper.step_index = 1
     means, part.mismatch = MetricSums(), MetricSums()
     part.accumulate(step, means)
-    drawn, before = part.selected_by_order(step), step.selected > 0
+    drawn, before = part.selected_by_order(step), step.selection_order > 0
     contributing = (step.advantages != 0) & step.response_mask
     assert means.sums["cov_selected"] == int((drawn & contributing).sum())
     assert not torch.equal(drawn, before)
@@ -331,6 +332,50 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     healthy = part.update([one_step(batch)], 1.0)
     assert healthy["actor/skipped_updates"] == 0 and np.isfinite(healthy["actor/grad_norm"])
     assert not torch.equal(before[0], next(part.module.parameters()))
+
+
+def test_mismatch_of_a_skipped_first_step_is_dropped_with_its_metrics():
+    """Without a pass for old log-probs the step's own pass measures it."""
+    part = actor(torch.float32)
+    batch = one_step(random_batch()).adding(old_log_probs=None)
+    assert part.update([batch], 1.0)["rollout_corr/logp_diff_max"] > 0
+    with torch.no_grad():
+        kept = next(part.module.parameters()).clone()
+        next(part.module.parameters()).fill_(float("nan"))
+    part.stepper.end_update = dict  # it would raise for the weights, which the test has broken
+    assert "rollout_corr/logp_diff_max" not in part.update([batch], 1.0)
+    with torch.no_grad():
+        next(part.module.parameters()).copy_(kept)
+    broken = batch.adding(advantages=torch.where(batch.response_mask, float("inf"), 0.0))
+    assert "rollout_corr/kl" in part.update([batch, broken], 1.0)  # of the first, which was taken
+
+
+def pulls(x):
+    """Return a loss with a term that does not vanish where the advantage is 0."""
+    return -x.advantages * x.log_ratio.exp() - 0.1 * x.log_prob, {}
+
+
+def pulls_not(x):
+    return -x.advantages * x.log_ratio.exp(), {}
+
+
+pulls_not.moves_without_advantage = False
+
+
+def test_a_loss_of_ones_own_may_move_without_an_advantage_and_says_so_if_it_does_not():
+    batch = random_batch()
+    step = one_step(batch.adding(advantages=torch.zeros(batch.tokens)))
+    parts = {
+        loss.__name__: actor(policy_loss=SimpleNamespace(loss_mode=f"{__name__}:{loss.__name__}"))
+        for loss in (pulls, pulls_not)
+    }
+    assert float(accumulated(parts["pulls"], step)[0].norm()) > 0.01
+    assert not zero_advantage_gives_no_gradient(parts["pulls"].config)
+    assert zero_advantage_gives_no_gradient(parts["pulls_not"].config)
+    part, passes = parts["pulls_not"], []
+    part.micro_batch_loss = lambda *arguments: passes.append(arguments)
+    part.accumulate(step, MetricSums())
+    assert not passes
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(
 ):
     """Verdicts depend on the policy here, so a sample of another version than expected would change
     what is trained."""
-    state, trained, limits = CollectState(), [], CollectLimits(P, in_flight, 10_000)
+    state, trained, limits = CollectState(), [], CollectLimits(P, in_flight, 10_000, True)
 
     def keep(g):
         return passes(g.prompt.ordinal, g.version, share)

@@ -95,7 +95,9 @@ def decoded_together(seed: int) -> list[tuple[int, ...]]:
     def mixed(group):
         return len({score.value for score in group.scores}) > 1
 
-    asyncio.run(collect_groups(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
+    asyncio.run(
+        collect_groups(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000, True))
+    )
     return steps
 
 
