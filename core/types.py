@@ -9,8 +9,8 @@ a tensor is ``[B, T]``.
 **Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob
 is ``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token
 ``n`` is chosen, so both come from the hidden state at ``n - 1``. That shift happens in exactly one
-function (``core.learner.packing.predicting_tokens``); nothing else in the repository moves a tensor
-by one.
+function (``core.learner.packed_attention.predicting_tokens``); nothing else in the repository
+moves a tensor by one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from core.learner.learner import (
     zero_advantage_gives_no_gradient,
 )
 from core.learner.models import compute_dtype
-from core.learner.packing import scattered
+from core.learner.packed_attention import scattered
 from core.learner.passes import WeightSyncError, compare_probe
 from core.types import TrainBatch
 

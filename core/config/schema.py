@@ -1,5 +1,7 @@
 """The keys of a run: every section, put together in :class:`Config`.
 
+Those of data, actor, critic, reference and objective stand in :mod:`core.config.training_keys`.
+
 Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that
 differs is listed in ``core/config/README.md``. A default of None that stands for another key's
 value is filled in by :func:`core.config.defaults.resolve`, so a resolved configuration holds None

@@ -19,7 +19,7 @@ from core.learner.batching import MicroBatchSize, micro_batches
 from core.learner.log_probs import NEVER, KeptIds, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.models import same_positions
-from core.learner.packing import (
+from core.learner.packed_attention import (
     ForwardInputs,
     can_share,
     forward_inputs,

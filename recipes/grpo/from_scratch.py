@@ -146,7 +146,7 @@ def log_probs(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     Trainer: only the positions that the policy wrote go through the head, a chunk of tokens at a
     time, because a [B, T, V] tensor is the largest one of training with a real vocabulary
     (core/learner/log_probs.py); a prompt is computed once for its whole group
-    (core/learner/packing.py).
+    (core/learner/packed_attention.py).
     """
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1] / TEMPERATURE
     logp_BT = logits_BTV.log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0]

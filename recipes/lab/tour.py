@@ -53,8 +53,8 @@ STATIONS = {
     "memory allows",
     "core/cluster/workers.py": "takes the batch to the models, here in this process",
     "core/learner/passes.py": "runs the model over the packed sequences",
-    "core/learner/packing.py": "packs prompts and answers without padding; a prompt that answers "
-    "share is there once",
+    "core/learner/packed_attention.py": "packs prompts and answers without padding; a prompt that "
+    "answers share is there once",
     "core/learner/log_probs.py": "turns hidden states into log-probs, some of the vocabulary's "
     "logits at a time",
     "core/algorithm/advantages.py": "compares the scores within the group: an advantage for every "

@@ -17,7 +17,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
-from core.learner import packing
+from core.learner import packed_attention
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import zero_advantage_gives_no_gradient
 from core.learner.lora import merged_weights, trained_weights
@@ -137,7 +137,7 @@ def in_own_precision(norm, hidden):
 def train_sharing_prompts(rank, world, config, batch, **options):
     """What ``train`` finds where prompts are shared in float64, too, and in how many passes of this
     rank."""
-    passes, lay_out = [], packing.shared_prompts
+    passes, lay_out = [], packed_attention.shared_prompts
 
     def counted(ids_N, mask_N, lengths_B, group_B):
         found = lay_out(ids_N, mask_N, lengths_B, group_B)
@@ -148,7 +148,7 @@ def train_sharing_prompts(rank, world, config, batch, **options):
     with ExitStack() as stack:
         stack.enter_context(patch("core.learner.passes.can_share", lambda module: True))
         stack.enter_context(patch.object(Qwen2RMSNorm, "forward", in_own_precision))
-        stack.enter_context(patch.object(packing, "shared_prompts", counted))
+        stack.enter_context(patch.object(packed_attention, "shared_prompts", counted))
         return {**train(rank, world, config, batch, **options), "shared": passes}
 
 

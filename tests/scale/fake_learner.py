@@ -26,7 +26,7 @@ from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config.composition import compose
 from core.config.schema import Config
-from core.learner import learner, log_probs, packing, passes, step_models
+from core.learner import learner, log_probs, packed_attention, passes, step_models
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS
 from core.model_shapes import Shape
@@ -162,8 +162,8 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
         real(passes.LearnerModel.micro_batches_of_rank),
     )
     yield "core.learner.learner.Stepper.step", step_of
-    yield "core.learner.passes.forward_inputs", real(packing.forward_inputs)
-    yield "core.learner.packing._by_length", packing._varlen
+    yield "core.learner.passes.forward_inputs", real(packed_attention.forward_inputs)
+    yield "core.learner.packed_attention._by_length", packed_attention._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True

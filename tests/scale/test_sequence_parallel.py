@@ -13,7 +13,7 @@ from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import _collective_utils
 
-from core.learner.packing import HEADS, TOKENS, attend
+from core.learner.packed_attention import HEADS, TOKENS, attend
 from tests.scale.fake_learner import group
 
 RANKS, TOKENS_EACH, SIZE = 8, 8, 4

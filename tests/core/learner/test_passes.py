@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from core.errors import InputError
-from core.learner import packing
-from core.learner.packing import ATTENTION
+from core.learner import packed_attention
+from core.learner.packed_attention import ATTENTION
 from core.learner.passes import LearnerModel, Policy, WeightSyncError, compare_probe
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -38,7 +38,7 @@ def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(
     states."""
     model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
     precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
-    attend = packing.attend
+    attend = packed_attention.attend
 
     def off(by):
         def kernel(*args, key_index=None, **options):
@@ -52,7 +52,7 @@ def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(
 
     # Another kernel's rounding, and one that computes other numbers
     for by, fails in ((2**-9, False), (0.5, True)):
-        monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
+        monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, ATTENTION, off(by))
         refused = pytest.raises(InputError, match="reads answers behind a shared prompt otherwise")
         with refused if fails else nullcontext():
             assert LearnerModel(copy.deepcopy(model), **precision).shares
@@ -65,9 +65,9 @@ def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
     with pytest.raises(InputError, match="needs softcap"):
         Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)
     monkeypatch.setattr(
-        packing,
+        packed_attention,
         "_by_length",
-        lambda q, k, v, *_: packing.F.scaled_dot_product_attention(
+        lambda q, k, v, *_: packed_attention.F.scaled_dot_product_attention(
             q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
         ),
     )

@@ -10,11 +10,11 @@ from transformers import AutoModelForTokenClassification, MistralConfig, Mistral
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.learner import packing, passes
+from core.learner import packed_attention, passes
 from core.learner.batching import MicroBatchSize, make_batch
 from core.learner.learner import Actor, Critic
 from core.learner.log_probs import KeptIds
-from core.learner.packing import (
+from core.learner.packed_attention import (
     ATTENTION,
     ForwardInputs,
     forward_inputs,
@@ -249,9 +249,9 @@ def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, kn
         ref_log_prob=noise["c"] - 4,
         loss_weight=mask / mask.sum(),
     )
-    lay_out = packing.shared_prompts
+    lay_out = packed_attention.shared_prompts
     monkeypatch.setattr(
-        packing, "shared_prompts", lambda *given: (reads.append(1), lay_out(*given))[1]
+        packed_attention, "shared_prompts", lambda *given: (reads.append(1), lay_out(*given))[1]
     )
     for shares in (False, True):
         more = {
