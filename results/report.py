@@ -23,6 +23,7 @@ from pathlib import Path
 from core.errors import InputError, printable
 from core.files import write_atomic, written_here
 from results.reporting import readme_tables, real_pages
+from results.reporting.commands import repeat
 from results.reporting.comparison_report import verdicts, with_baseline
 from results.reporting.run_reader import RecordedRun, load_run, run_copy, told_apart
 from results.reporting.run_report import headline, write_report
@@ -163,7 +164,8 @@ def _run_lines(runs: Sequence[RecordedRun], args: argparse.Namespace) -> list[st
     """Write the report of the runs; return its first lines, its path and the verdicts."""
     path = write_report(runs, args.out or _default_folder(runs), args.baseline)
     last = verdicts(with_baseline(group_runs(runs), args.baseline))
-    return [headline(runs), f"report: {path}", *last]
+    again = [f"again: {repeat(runs[0])}"] if len(runs) == 1 else []
+    return [headline(runs), f"report: {path}", *again, *last]
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:

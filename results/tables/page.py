@@ -9,7 +9,7 @@ import argparse
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from core.files import write_atomic
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate, t_interval
-from results.tables.table import AGAIN_P, PAGES, Numbers, Table, tables_of
+from results.tables.table import AGAIN_P, PAGES, Numbers, Statement, Table, tables_of
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 HEADER = (
@@ -101,27 +101,42 @@ def statements_picture(made: Sequence[Made]) -> str:
 
 def counted(made: Sequence[Made]) -> str:
     """Return how many statements of the tables got each verdict."""
-    counts = Counter(
-        table.verdict(numbers, each) for table, numbers in made for each in table.statements
-    )
+    counts = counts_by_verdict(made)
     verdicts = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
     noun = "statement" if counts.total() == 1 else "statements"
     return f"{counts.total()} {noun} of papers: {verdicts}"
 
 
-def statement_lines(made: Sequence[Made], folder: str, few: bool = False) -> str:
-    """Return the table of statements, or of a README's few; ``folder`` leads to the pages."""
+def counts_by_verdict(made: Sequence[Made]) -> Counter[str]:
+    return Counter(
+        table.verdict(numbers, each) for table, numbers in made for each in table.statements
+    )
+
+
+def statement_lines(
+    made: Sequence[Made], folder: str, shown: Callable[[Statement], bool] = lambda each: True
+) -> str:
+    """Return the table of the statements that are shown; ``folder`` leads to the pages.
+
+    A link says how many of all statements of its page hold.
+    """
     lines = [HEADER]
     for table, numbers in made:
-        link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md)"
-        for each in table.statements:
+        held = f"{counts_by_verdict([(table, numbers)])['holds']} of {len(table.statements)} hold"
+        link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md): {held}"
+        for each in filter(shown, table.statements):
             pair = each.row, each.against, each.measure
             cells = [each.says, number(table.paper_gap(*pair))]
             cells += [interval(table.gap(numbers, *pair), "+")]
             cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
-            if each.in_readme or not few:
-                lines.append(f"| {' | '.join(cells)} |\n")
+            lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
+
+
+def headline_lines(made: Sequence[Made]) -> str:
+    """Return the table of ``results/README.md``: the headlines, and the count of all statements."""
+    lines = statement_lines(made, "tables/", shown=lambda each: each.headline)
+    return f"{lines}\n{counted(made)}. The pages have those that are no headlines.\n"
 
 
 def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
@@ -183,8 +198,9 @@ def generated() -> Iterator[tuple[Path, str]]:
         yield PAGES / f"{table.id}.md", render(table, numbers)
         yield PAGES / f"{table.id}.svg", forest(table, numbers)
     yield PAGES.parent / "statements.svg", statements_picture(tables)
-    yield with_lines(PAGES.parent / "README.md", statement_lines(tables, "tables/"))
-    yield with_lines(ROOT / "README.md", statement_lines(tables, "results/tables/", few=True))
+    yield with_lines(PAGES.parent / "README.md", headline_lines(tables))
+    few = statement_lines(tables, "results/tables/", shown=lambda each: each.in_readme)
+    yield with_lines(ROOT / "README.md", few)
     yield with_lines(ROOT / "recipes" / "README.md", paper_lines(ROOT / "recipes"))
     for recipe in {table.recipe for table, _ in tables}:
         lines = statement_lines(

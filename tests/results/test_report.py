@@ -308,6 +308,7 @@ def test_a_malformed_run_is_named_and_the_others_are_reported(tmp_path, capsys, 
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and err.startswith("error: ") and str(bad / "metrics.jsonl") in err
     assert "report: " in out and [run.folder.name for run in reported] == ["good"]
+    assert "\nagain: " in out
 
 
 # --- publishing ---

@@ -173,6 +173,15 @@ def test_every_committed_page_is_what_its_file_and_its_numbers_give():
         )
 
 
+def test_results_readme_has_the_headlines_and_counts_all_statements(tmp_path):
+    said = [{**FILE["statements"][0], "says": "a headline", "headline": True}, *FILE["statements"]]
+    table = read_table(written(tmp_path, statements=said))
+    lines = page.headline_lines([(table, numbers(table))])
+    assert "| a headline |" in lines and "b is worse" not in lines
+    assert "2 of 2 hold" in lines and "2 statements of papers: holds 2." in lines
+    assert "b is worse" in page.statement_lines([(table, numbers(table))], "")
+
+
 def test_pages_may_differ_in_a_recipe_s_lines_of_python_alone():
     row = "| [DAPO](dapo/README.md) | 269 | A statement. | holds | 31 |"
     assert page.is_same(row, row.replace("269", "270"))
