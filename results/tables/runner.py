@@ -240,16 +240,19 @@ def stages(table: Table, name: str) -> list[tuple[str, str, list[Path]]]:
     words.append(f"trainer.experiment_name={table.name}-{name}")
     config = read_script(Path(words[0]), words[1:]).config
     data = [Path(file).expanduser() for file in (*config.data.train_files, *config.data.val_files)]
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    trainer = config.trainer
+    gpus = f"{trainer.nnodes * trainer.n_gpus_per_node} GPUs"
+    where = gpus if trainer.backend == "ray" else "this machine"
     folder = run_folder(config)
     answers = folder / "evaluation/answers.jsonl"
     export = f"{shlex.join(['bash', *words])} && python -m core.export {folder} {folder}/export"
     generate = f"python -m core.evaluate generate {table.recipe} --run {folder} --out {answers}"
     generate += " data.val_max_samples=-1"  # a script validates on a part of the questions
     score = f"python -m core.evaluate score {answers} --name own"
+    made = [("data", " && ".join(table.paper.data), data)] if table.paper.data else []
     return [
-        ("data", " && ".join(table.paper.data), data),
-        (f"train on {gpus} GPUs, export", export, [folder / "export"]),
+        *made,
+        (f"train on {where}, export", export, [folder / "export"]),
         ("evaluate", f"{generate} && {score}", [answers.with_suffix(".scores-own.jsonl")]),
     ]
 
