@@ -61,7 +61,8 @@ class RayPPOTrainer(Trainer):
         super().__init__(config, LoopState(kl_controller, CollectState()))
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, config.actor_rollout_ref.rollout)
-        # The last step's groups, next state and window; collect_ahead() answers the window.
+        # What the last collect() returned. collect_ahead() answers the ordinals of its
+        # ahead_window: prompts of later steps.
         self.collected: Collected | None = None
         # Exception raised while collecting during the last update; the next collect() re-raises it.
         self.ahead_failure: Exception | None = None
@@ -88,7 +89,8 @@ class RayPPOTrainer(Trainer):
         with self.run.around_loop(self.workers, self.agent_loop, self.reward) as self.runner:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
-            # Until complete_step() has completed the last step, whose number is metrics.step
+            # An empty StepMetrics for each step, with that step's number in metrics.step. It ends
+            # when complete_step() has completed the last step.
             for metrics in self.run.metrics_of_steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
@@ -190,10 +192,10 @@ class RayPPOTrainer(Trainer):
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_no_answer_is_graded(self.collected.groups)
         metrics.add(self.collected.metrics)
-        # The state must not depend on timing. So of the groups beyond the step's last one it keeps
-        # those that were carried into this step, and none that this step began. self.collected
-        # still has them all: collect_ahead() uses those in its window and answers what is missing
-        # there, so its result does not depend on timing either.
+        # Which groups are carried must not depend on timing. So of those beyond the step's last one
+        # the state keeps what was carried into this step, and none that this step began.
+        # self.collected still has them all: collect_ahead() uses those in its window and answers
+        # what is missing there, so its result does not depend on timing either.
         carried_before = self.state.collect_state.carried
         next_state = self.collected.state
         carried = {
@@ -255,7 +257,7 @@ class RayPPOTrainer(Trainer):
     # -- collecting for the next steps -----------------------------------------------------------
 
     def steps_ahead(self, step: int) -> int:
-        """Return how many steps ahead this step answers prompts; 0 at the last step."""
+        """Return how many steps ahead this step answers prompts; 0 at the last of total_steps."""
         return min(self.config.trainer.max_staleness, self.run.total_steps - step)
 
     def collects_while_learning(self, step: int) -> bool:
@@ -273,7 +275,8 @@ class RayPPOTrainer(Trainer):
     ) -> TrainBatch:
         """Learn from the step's groups while prompts of later steps are answered.
 
-        If answering fails, the step is still completed. The next one then raises the failure.
+        If answering fails, the step is still completed. The next one, if there is one, then raises
+        the failure.
         """
         learn = functools.partial(self.learn, groups_P, metrics)
         batch, state_or_exception = self.runner.run(run_both(learn, self.collect_ahead(), metrics))
@@ -377,10 +380,10 @@ class RayPPOTrainer(Trainer):
     def entropy_gap_z(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: the gap of entropy and -log p of the samples.
 
-        The unit is a standard error, beyond the tolerance. It is omitted where the two need not
-        agree: after greedy sampling; after truncation without ``kept_sets`` (log-probs are then
-        over all tokens); if groups were dropped (scores chose the answers); if the policy did not
-        sample all trained tokens.
+        It is by how many standard errors the gap exceeds a tolerance; 0 within it. It is omitted
+        where the two need not agree: after greedy sampling; after truncation without ``kept_sets``
+        (log-probs are then over all tokens); if groups were dropped (scores chose the answers); if
+        the policy did not sample all trained tokens.
         """
         sampling = self.train_sampling
         if sampling.temperature == 0 or (sampling.truncates and not sampling.kept_sets):

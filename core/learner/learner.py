@@ -52,8 +52,9 @@ def zero_advantage_gives_no_gradient(config: ActorConfig) -> bool:
     loss may have further terms, unless its attribute ``moves_without_advantage`` is False.
     """
     loss_mode = config.policy_loss.loss_mode
-    moves_without_advantage = registry.policy_loss(loss_mode).moves_without_advantage
-    if loss_mode not in registry.POLICY_LOSSES:
+    if loss_mode in registry.POLICY_LOSSES:
+        moves_without_advantage = registry.POLICY_LOSSES[loss_mode].moves_without_advantage
+    else:  # a user's own
         function = load_policy_loss(loss_mode)
         moves_without_advantage = getattr(function, "moves_without_advantage", True)
     return not (config.use_kl_loss or config.entropy_coeff != 0 or moves_without_advantage)
@@ -182,7 +183,8 @@ class Actor(Policy):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of this rank's part of a mini-batch, by micro-batches."""
-        if self.ranks.is_rank_zero:  # its parts are summed over micro-batches and ranks
+        # All micro-batches of all ranks add parts of one loss, so rank 0 alone counts the step
+        if self.ranks.is_rank_zero:
             step_sums.count_step("pg_loss")
             if self.config.use_kl_loss:
                 step_sums.count_step("kl_loss")
@@ -196,8 +198,9 @@ class Actor(Policy):
         )
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()
+        # The pass for old log-probs measures entropy and mismatch of all sequences. If none ran,
+        # those that train were measured above.
         if not mini_batch.has("old_log_probs"):
-            # No pass for them has measured entropy and mismatch of all sequences
             self.measure_idle(idle, step_sums)
 
     def measure_idle(self, idle: TrainBatch, step_sums: MetricSums) -> None:
@@ -356,7 +359,8 @@ class Critic(LearnerModel):
 
     def accumulate(self, mini_batch: TrainBatch, step_sums: MetricSums) -> None:
         """Add up the gradients of a mini-batch, one micro-batch after another."""
-        if self.ranks.is_rank_zero:  # its parts are summed over micro-batches and ranks
+        # All micro-batches of all ranks add parts of one loss, so rank 0 alone counts the step
+        if self.ranks.is_rank_zero:
             step_sums.count_step("vf_loss")
         contributing, _ = split_zero_gradient(mini_batch, skip_zero_advantage=False)
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):

@@ -46,7 +46,8 @@ class CollectLimits:
     max_in_flight: int  # prompts that are answered at the same time
     max_drawn: int  # prompts that are drawn for one step
     raise_on_exhausted: bool  # if too few groups pass; otherwise the step trains on those there are
-    what_to_raise: str = "data.gen_batch_size"  # "raise ..." in the message if too few groups pass
+    # The message advises to increase it if too few groups pass
+    key_to_increase: str = "data.gen_batch_size"
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,9 @@ class GroupsInProgress:
     def keep_rate(self) -> float:
         """The keep rate up to now.
 
-        It is the share that passed among the groups decided here and ``wanted`` groups more, of
-        which the previous rate passed. That rate has counted the carried groups.
+        It is the share that passed among the groups decided in this step and ``wanted`` imagined
+        ones that pass at the previous rate, which smooths it. Carried groups are left out: the
+        previous rate has counted them.
         """
         wanted = self.limits.wanted
         carried = self.state.carried
@@ -214,7 +216,7 @@ class GroupsInProgress:
             f"{len(chosen)} of the {self.limits.wanted} groups a step needs passed keep_group "
             f"after {self.drawn} prompts ({self.drawn - len(chosen)} dropped): "
             "the data may be too easy or too hard for the policy; "
-            f"raise {self.limits.what_to_raise}, or change the data"
+            f"increase {self.limits.key_to_increase}, or change the data"
         )
         if self.limits.raise_on_exhausted or not chosen:
             raise Exhausted(message)
@@ -239,8 +241,8 @@ class GroupsInProgress:
             is_new_enough = group.version >= oldest_version
             if is_new_enough:
                 carried[ordinal] = group
-            # Too old for the next step, or outside the window: RayPPOTrainer.collect() takes the
-            # latter out of the state, unless they were carried before
+            # Too old for the next step, or outside the window, so that collect_ahead() does not
+            # use it
             if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
         metrics = {

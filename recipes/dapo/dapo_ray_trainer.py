@@ -70,7 +70,7 @@ class RayDAPOTrainer(RayPPOTrainer):
             limits,
             max_drawn=filters.max_num_gen_batches * limits.max_in_flight or limits.max_drawn,
             raise_on_exhausted=filters.on_exhausted == "raise",
-            what_to_raise="algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size",
+            key_to_increase="algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size",
         )
 
 
