@@ -21,7 +21,7 @@ from results.tables.table import AGAIN_P, PAGES, Numbers, Statement, Table, tabl
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 HEADER = (
-    "| statement | in the paper | here | verdict | minutes | table |\n"
+    "| statement | in the paper | here | verdict | minutes | table: statements that hold |\n"
     "| --- | --- | --- | --- | --- | --- |\n"
 )
 SIZES = re.compile(r"(?<=/README\.md\) \| )\d+(?= \|)")  # lines of Python in recipes/README.md
@@ -122,7 +122,7 @@ def statement_lines(
     """
     lines = [HEADER]
     for table, numbers in made:
-        held = f"{counts_by_verdict([(table, numbers)])['holds']} of {len(table.statements)} hold"
+        held = f"{counts_by_verdict([(table, numbers)])['holds']}/{len(table.statements)}"
         link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md): {held}"
         for each in filter(shown, table.statements):
             pair = each.row, each.against, each.measure

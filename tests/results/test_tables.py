@@ -178,7 +178,7 @@ def test_results_readme_has_the_headlines_and_counts_all_statements(tmp_path):
     table = read_table(written(tmp_path, statements=said))
     lines = page.headline_lines([(table, numbers(table))])
     assert "| a headline |" in lines and "b is worse" not in lines
-    assert "2 of 2 hold" in lines and "2 statements of papers: holds 2." in lines
+    assert ": 2/2 |" in lines and "2 statements of papers: holds 2." in lines
     assert "b is worse" in page.statement_lines([(table, numbers(table))], "")
 
 
