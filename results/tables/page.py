@@ -66,7 +66,7 @@ def forest(table: Table, numbers: Numbers) -> str:
     papers = {n: table.paper_gap(n, row) for n, row in compared.items() if n in table.rows}
     ends = [0.0, *(gap.low for gap in gaps.values()), *(gap.high for gap in gaps.values())]
     ends += [gap for gap in papers.values() if gap is not None]
-    low, scale = min(ends), 456 / (max(ends) - min(ends) or 1)
+    low, scale = min(ends), 576 / (max(ends) - min(ends) or 1)
     drawn = {"gaps": gaps, "papers": papers, "low": low, "high": max(ends)}
     drawn["x"] = lambda value: round(12 + scale * (value - low), 1)
     return fill("forest.svg.jinja", table, numbers, **drawn)

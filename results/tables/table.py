@@ -47,7 +47,7 @@ class Paper(Part):
 
 
 class Row(Part):
-    label: str
+    label: str = Field(max_length=74)  # the picture has room for no more
     paper: float | None = None
     against: str = ""  # the row that it is compared with
     script: str = ""
