@@ -235,6 +235,12 @@ def test_what_log_ratio_is_compared_with_written_out():
     assert named["unlikely"].equal(functions.unlikely(student_N, teacher_N + 1, mask))
 
 
+def test_token_reward_decides_what_trains(folder):
+    signs = first_batch(trainer(folder, "signs", "distillation.token_reward=sign"))
+    assert set(signs.advantages[signs.response_mask].tolist()) <= {-1.0, 0.0, 1.0}
+    assert signs.advantages.abs().max() == 1 and not signs.advantages[~signs.response_mask].any()
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_before_it_loads(folder):
     """Also one with a token more: both hashes are named."""
     other = tiny_tokenizer()

@@ -322,6 +322,19 @@ def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_sa
         assert measured[f"rollout_corr/{name}"] == pytest.approx(float(value), rel=1e-5)
 
 
+@pytest.mark.parametrize("use_kl_loss", [False, True])
+def test_a_loss_in_the_metrics_is_the_mean_of_the_steps(use_kl_loss):
+    """With a rate of 0 all steps are the same, and every micro-batch adds a part."""
+    step = one_step(random_batch())
+    step = step.adding(ref_log_prob=step.old_log_probs - 0.5)
+    once, thrice = (
+        actor(use_kl_loss=use_kl_loss, ppo_micro_batch_size_per_gpu=1).update([step] * count, 0.0)
+        for count in (1, 3)
+    )
+    for name in ("actor/pg_loss", *(["actor/kl_loss"] if use_kl_loss else [])):
+        assert abs(once[name]) > 1e-3 and thrice[name] == pytest.approx(once[name], rel=1e-9)
+
+
 def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     part, batch = actor(torch.float32), random_batch()
     before = [p.clone() for p in part.module.parameters()]

@@ -166,10 +166,33 @@ def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
     assert result.state.next_ordinal == 30 and len(rollouts.begun) == 30
     with pytest.raises(Exhausted, match=r"20 groups.*after 30 prompts.*gen_batch_size"):
         run(Rollouts(0), keep, wanted=20, in_flight=10, drawn=30)
+    carried = {ordinal: Dropped(0, 5) for ordinal in (3, 40, 41)}  # it draws the first of them
+    with pytest.raises(Exhausted, match=r"after 12 prompts \(12 dropped\)"):
+        run(
+            Rollouts(0),
+            lambda g: False,
+            CollectState(0, 1.0, carried),
+            wanted=3,
+            in_flight=10,
+            drawn=12,
+        )
     with pytest.raises(Exhausted, match="0 of the 3"):
         run(
             Rollouts(0), lambda g: False, wanted=3, in_flight=10, drawn=12, raise_on_exhausted=False
         )
+
+
+def test_the_keep_rate_counts_a_carried_group_once():
+    """Half of the groups pass; the carried ones, which all passed, are in the rate they came
+    with."""
+    keep = passes(0.5)
+    carried = {o: group(o) for o in range(4)}
+    result = run(Rollouts(0), keep, CollectState(0, 0.5, carried), wanted=8, in_flight=1)
+    later = [o for o in range(4, result.state.next_ordinal) if keep(group(o))]
+    share = len(later) / (result.state.next_ordinal - 4)
+    weight = result.state.next_ordinal - 4
+    expected = (0.5 * 8 + share * weight) / (8 + weight)
+    assert result.metrics["collect/keep_rate"] == pytest.approx(expected)
 
 
 def test_a_fault_in_a_rollout_and_a_request_to_stop_abort_the_others():
