@@ -257,7 +257,9 @@ class RayPPOTrainer(Trainer):
     # -- collecting for the next steps -----------------------------------------------------------
 
     def steps_ahead(self, step: int) -> int:
-        """Return how many steps ahead this step answers prompts; 0 at the last of total_steps."""
+        """Return how many steps ahead this step answers prompts; 0 if no step follows."""
+        if self.run.is_last(step, self.state):
+            return 0
         return min(self.config.trainer.max_staleness, self.run.total_steps - step)
 
     def collects_while_learning(self, step: int) -> bool:
@@ -275,8 +277,7 @@ class RayPPOTrainer(Trainer):
     ) -> TrainBatch:
         """Learn from the step's groups while prompts of later steps are answered.
 
-        If answering fails, the step is still completed. The next one, if there is one, then raises
-        the failure.
+        If answering fails, the step is still completed. The next one then raises the failure.
         """
         learn = functools.partial(self.learn, groups_P, metrics)
         batch, state_or_exception = self.runner.run(run_both(learn, self.collect_ahead(), metrics))

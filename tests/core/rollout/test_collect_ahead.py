@@ -202,6 +202,17 @@ def test_a_run_that_goes_on_without_staleness_trains_no_answer_of_an_older_polic
     assert [{version for _, version in one} for one in turned.details] == [{2}, {3}]
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_step_that_uses_the_last_prompt_of_the_epochs_answers_none_ahead(folder, overlapping):
+    """Groups are dropped, so it comes before the number of steps that the prompts allow."""
+    keys = (*STALE, "trainer.total_training_steps=null", "trainer.total_epochs=1")
+    run = fit(folder, f"epochs{overlapping}", *keys, overlapping=overlapping)
+    rows = load_run(run.run.run_dir).metrics
+    assert 1 < len(rows) == run.run.step < run.run.total_steps
+    ahead = "timing_s/wait_ahead" if overlapping else "timing_s/gen_ahead"
+    assert [ahead in row for row in rows] == [True] * (len(rows) - 1) + [False]
+
+
 def test_on_policy_nothing_is_collected_ahead(folder):
     run = fit(folder, "on-policy", steps=3)
     assert all(
