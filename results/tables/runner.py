@@ -212,11 +212,12 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
 
 def collect(table: Table, seeds: Sequence[int], records: Records, others: Records) -> Numbers:
     """Return what is committed of a table: each seed's measures, and where they come from."""
+    first = next(iter(table.lab.measures))
     values = {
         name: {
             arm: [measured(measure, records[arm, seed]["metrics"]) for seed in seeds]
-            for arm, seed in records
-            if seed == seeds[0]
+            # Controls are compared by the first measure; another one may be undefined for them
+            for arm in (*table.rows, *(table.lab.controls if name == first else ()))
         }
         for name, measure in table.lab.measures.items()
     }

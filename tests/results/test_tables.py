@@ -303,6 +303,29 @@ def test_a_measure_may_be_a_function_of_the_whole_run(table):
     assert runner.measured(named, rows) == round(measures.entropy_slope(rows), 3) < 0
 
 
+def test_only_the_first_measure_is_taken_of_a_control(tmp_path):
+    """The length of right answers, as one, is undefined where no answer is right."""
+    lab = FILE["lab"] | {
+        "measures": {
+            "accuracy": {"metric": "val-core/lab/maze/acc/mean@16"},
+            "steps": {"function": "recipes.grpo.measures:steps_of_right_answers"},
+        }
+    }
+    table = read_table(written(tmp_path, lab=lab))
+
+    def record(accuracy: float) -> dict:
+        validation = {"acc": accuracy, "steps": 12.0, "wrong_steps": 6.0}
+        row = {f"val-aux/lab/maze/{part}/mean@16": value for part, value in validation.items()}
+        row["val-core/lab/maze/acc/mean@16"] = accuracy
+        return {"metrics": [row], "cpu_seconds": 1, "commit": "abc", "base": "f"}
+
+    accuracies = {"first": 0.5, "second": 0.25, "again": 0.5, "rewards_of_others": 0.0}
+    records = {(arm, seed): record(value) for arm, value in accuracies.items() for seed in (1, 2)}
+    values = runner.collect(table, (1, 2), records, {})["values"]
+    assert values["steps"] == {"first": [12.0, 12.0], "second": [24.0, 24.0]}
+    assert values["accuracy"]["rewards_of_others"] == [0.0, 0.0] and len(values["accuracy"]) == 4
+
+
 def test_a_record_of_other_code_or_of_another_control_is_not_used(monkeypatch):
     table = next(table for table in tables_of("search_r1") if table.name == "masking")
     record = runner.record_file(table, ("masked", 1))
