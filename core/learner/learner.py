@@ -153,6 +153,7 @@ class Actor(Policy):
         self.bypass = bypass
         self.micro_batch_size = training_size(config)
         self.policy_loss = load_policy_loss(config.policy_loss.loss_mode)
+        self.skips_zero_advantage = zero_advantage_gives_no_gradient(config)
         # A user's loss may have a function ``select``, called before each optimizer step on the
         # log-probs of the current weights
         self.user_select = getattr(self.policy_loss, "select", None)
@@ -194,7 +195,7 @@ class Actor(Policy):
             mini_batch = mini_batch.adding(selected=self.selected_by_order(mini_batch))
         contributing, idle = split_zero_gradient(
             mini_batch,
-            skip_zero_advantage=zero_advantage_gives_no_gradient(self.config),
+            skip_zero_advantage=self.skips_zero_advantage,
         )
         for _, micro_batch in self.micro_batches_of_rank(self.micro_batch_size, contributing):
             self.micro_batch_loss(micro_batch.to(self.device), step_sums).backward()

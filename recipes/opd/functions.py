@@ -19,7 +19,7 @@ def log_ratio(student_N: Tensor, teacher_N: Tensor, response_mask: Tensor) -> Te
 
 
 def sign(student_N: Tensor, teacher_N: Tensor, response_mask: Tensor) -> Tensor:
-    """Return 1 where the teacher finds the token likelier than the student does, else -1."""
+    """Return 1 where the teacher finds the token likelier, -1 where the student does, else 0."""
     return log_ratio(student_N, teacher_N, response_mask).sign()
 
 

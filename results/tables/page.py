@@ -181,7 +181,7 @@ def summary(table: Table) -> str:
     """Return a table with its verdicts and minutes in one line."""
     outcome = ["not run" if table.lab else "no miniature"]
     if numbers := table.numbers():
-        counts = Counter(table.verdict(numbers, each) for each in table.statements)
+        counts = counts_by_verdict([(table, numbers)])
         outcome = [*(f"{n} {name}" for name, n in counts.items()), f"{minutes(numbers)} minutes"]
     return f"{table.name}: {table.paper.title}, {table.paper.table}: {', '.join(outcome)}"
 
