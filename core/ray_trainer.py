@@ -40,7 +40,7 @@ from core.tracking.loggers import progress
 from core.tracking.metrics import data_metrics, progress_metrics
 from core.tracking.tracker import generation_rows
 from core.trainer import Trainer
-from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import Dropped, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 # A step draws at most this factor times max(train_batch_size, gen_batch_size) prompts.
@@ -170,8 +170,9 @@ class RayPPOTrainer(Trainer):
             progress(f"step {metrics.step}, answers", groups_needed, "prompt") as count_group,
         ):
 
-            def after_group() -> None:
-                count_group()
+            def after_group(group: ScoredGroup | Dropped) -> None:
+                if isinstance(group, ScoredGroup):
+                    count_group()
                 # If scoring always fails and keep_group drops ungraded groups, the step would
                 # draw to its limit. So stop after as many failures as a step has answers.
                 answers_per_step = groups_needed * self.config.actor_rollout_ref.rollout.n

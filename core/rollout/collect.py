@@ -76,14 +76,14 @@ async def collect_groups(
     limits: CollectLimits,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
-    after_group: Callable[[], None] = lambda: None,
+    after_group: Callable[[ScoredGroup | Dropped], None] = lambda group: None,
     steps_ahead: int = 0,
     oldest_version: int = 0,
 ) -> Collected:
     """Generate groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
-    What is still in flight then is aborted. ``after_group()`` is called after each finished group.
-    If ``steps_ahead`` is above 0, the result's ``ahead_window`` has the ordinals that are answered
+    What is still in flight then is aborted. ``after_group`` is called with each group that was
+    filtered, and at first with those that an earlier step has carried here. If ``steps_ahead`` is above 0, the result's ``ahead_window`` has the ordinals that are answered
     next, about enough for that many steps. Groups of a policy before ``oldest_version`` are too old
     for the next step, and are not carried to it.
 
@@ -94,6 +94,8 @@ async def collect_groups(
     """
     groups = GroupsInProgress(generate_group, keep_group, state, limits)
     next_to_begin = state.next_ordinal
+    for group in state.carried.values():
+        after_group(group)
     try:
         while True:
             if stop_requested():
@@ -104,9 +106,8 @@ async def collect_groups(
             # With nothing in flight here, enough groups passed or max_drawn is reached
             if not groups.in_flight or groups.are_enough():
                 break
-            num_finished = await groups.filter_finished()
-            for _ in range(num_finished):
-                after_group()
+            for group in await groups.filter_finished():
+                after_group(group)
     finally:
         await groups.abort()
     # All ordinals up to the last chosen one are decided: are_enough() waits for them, and if too
@@ -152,24 +153,24 @@ class GroupsInProgress:
             task = asyncio.ensure_future(self.generate_group(ordinal))
             self.in_flight[task] = ordinal
 
-    async def filter_finished(self) -> int:
-        """Wait for groups and filter them. Return how many finished.
+    async def filter_finished(self) -> list[ScoredGroup | Dropped]:
+        """Wait for groups and filter them. Return those that finished.
 
-        It is 0 if none finished within STOP_POLL_S seconds: the caller then looks for a request to
-        stop.
+        They are none after STOP_POLL_S seconds: the caller then looks for a request to stop.
         """
         done, _ = await asyncio.wait(
             self.in_flight.keys(), timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
+        filtered = []
         # By ordinal: a set has no order, and a repeated run has to filter in the same one
         for task in sorted(done, key=lambda task: self.in_flight[task]):
             ordinal = self.in_flight.pop(task)
             group = task.result()
-            if self.keep_group(group):
-                self.decided[ordinal] = group
-            else:
-                self.decided[ordinal] = Dropped(group.version, group.tokens)
-        return len(done)
+            if not self.keep_group(group):
+                group = Dropped(group.version, group.tokens)
+            self.decided[ordinal] = group
+            filtered.append(group)
+        return filtered
 
     async def abort(self) -> None:
         """Cancel what is in flight and wait until it has ended."""
@@ -186,7 +187,8 @@ class GroupsInProgress:
             return False
         # Ignore carried groups above this ordinal: stopping early because of them would skip lower
         # ordinals and bias the step.
-        expected = len(self.in_flight) * max(self.keep_rate, MIN_KEEP_RATE)
+        keep_rate = self.keep_rate(self.decided.values())
+        expected = len(self.in_flight) * max(keep_rate, MIN_KEEP_RATE)
         return len(self.passed(below=ordinal)) + expected < self.limits.wanted
 
     def are_enough(self) -> bool:
@@ -196,19 +198,15 @@ class GroupsInProgress:
             first_undecided += 1
         return len(self.passed(below=first_undecided)) >= self.limits.wanted
 
-    @property
-    def keep_rate(self) -> float:
-        """The keep rate up to now.
+    def keep_rate(self, groups: Collection[ScoredGroup | Dropped]) -> float:
+        """Return the keep rate once these groups have counted, which no earlier rate has counted.
 
-        It is the share that passed among the groups decided in this step and ``wanted`` imagined
-        ones that pass at the previous rate, which smooths it. Carried groups are left out: the
-        previous rate has counted them.
+        It is the share that passed among them and ``wanted`` imagined ones that pass at the
+        previous rate, which smooths it.
         """
         wanted = self.limits.wanted
-        carried = self.state.carried
-        decided = [group for ordinal, group in self.decided.items() if ordinal not in carried]
-        num_kept = sum(isinstance(group, ScoredGroup) for group in decided)
-        return (self.state.keep_rate * wanted + num_kept) / (wanted + len(decided))
+        num_kept = sum(isinstance(group, ScoredGroup) for group in groups)
+        return (self.state.keep_rate * wanted + num_kept) / (wanted + len(groups))
 
     def report_exhausted(self, chosen: Collection[ScoredGroup]) -> None:
         """Raise Exhausted, or warn if the step may train on the groups there are."""
@@ -230,13 +228,12 @@ class GroupsInProgress:
         oldest_version: int,
     ) -> Collected:
         """Return the step's outcome. The next step begins at ``next_ordinal``."""
-        dropped = 0
+        passed_by = []  # groups that the step is past
         wasted_tokens = 0
         carried = {}
         for ordinal, group in self.decided.items():
             if ordinal < next_ordinal:
-                if isinstance(group, Dropped):
-                    dropped += 1
+                passed_by.append(group)
                 continue
             is_new_enough = group.version >= oldest_version
             if is_new_enough:
@@ -245,14 +242,16 @@ class GroupsInProgress:
             # use it
             if not is_new_enough or ordinal not in window:
                 wasted_tokens += group.tokens
+        # The groups beyond count in a later step: how many were begun depends on timing
+        keep_rate = self.keep_rate(passed_by)
         metrics = {
             "collect/prompts_drawn": self.drawn,
-            "collect/prompts_dropped": dropped,
-            "collect/keep_rate": self.keep_rate,
+            "collect/prompts_dropped": sum(isinstance(group, Dropped) for group in passed_by),
+            "collect/keep_rate": keep_rate,
             "collect/wasted_tokens": wasted_tokens,
             "collect/next_ordinal": next_ordinal,
         }
-        state = CollectState(next_ordinal, self.keep_rate, carried)
+        state = CollectState(next_ordinal, keep_rate, carried)
         return Collected(tuple(chosen), state, metrics, window)
 
 

@@ -44,7 +44,7 @@ async def answer_window(
     finally:
         await groups.abort()
     carried = {ordinal: groups.decided[ordinal] for ordinal in window}
-    return CollectState(state.next_ordinal, groups.keep_rate, carried)
+    return CollectState(state.next_ordinal, state.keep_rate, carried)
 
 
 async def run_both(

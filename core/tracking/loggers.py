@@ -196,6 +196,7 @@ class WandbLogger:
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
     """Show the progress of ``total`` units of work; yield the function that counts one of them.
 
+    What is counted beyond the total is not shown.
     A terminal shows a bar. A log gets a line at most every tenth of the work and every
     LINE_PAUSE_S seconds.
     """
@@ -205,7 +206,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
         with tqdm(
             desc=what, total=total, unit=unit, delay=BAR_DELAY_S, leave=False, dynamic_ncols=True
         ) as bar:
-            yield lambda: bar.update() and None
+            yield lambda: bar.update(bar.n < total) and None
         return
     done = 0
     printed_tenths = 0
@@ -213,7 +214,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
 
     def count() -> None:
         nonlocal done, printed_tenths, printed_at
-        done += 1
+        done = min(done + 1, total)
         tenths = 10 * done // max(1, total)
         if tenths > printed_tenths and time.monotonic() - printed_at >= LINE_PAUSE_S:
             printed_tenths = tenths

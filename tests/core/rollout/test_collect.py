@@ -182,17 +182,31 @@ def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
         )
 
 
-def test_the_keep_rate_counts_a_carried_group_once():
-    """Half of the groups pass; the carried ones, which all passed, are in the rate they came
-    with."""
+@settings(max_examples=20, deadline=None)
+@given(timing=st.integers(0, 10**6), num_carried=st.integers(0, 9))
+def test_the_keep_rate_counts_what_the_step_is_past_whatever_the_timing(timing, num_carried):
     keep = passes(0.5)
-    carried = {o: group(o) for o in range(4)}
-    result = run(Rollouts(0), keep, CollectState(0, 0.5, carried), wanted=8, in_flight=1)
-    later = [o for o in range(4, result.state.next_ordinal) if keep(group(o))]
-    share = len(later) / (result.state.next_ordinal - 4)
-    weight = result.state.next_ordinal - 4
-    expected = (0.5 * 8 + share * weight) / (8 + weight)
-    assert result.metrics["collect/keep_rate"] == pytest.approx(expected)
+    carried = {o: group(o) if keep(group(o)) else Dropped(0, 1) for o in range(num_carried)}
+    result = run(Rollouts(timing), keep, CollectState(0, 0.5, carried), wanted=4, in_flight=9)
+    past = result.state.next_ordinal
+    expected = (0.5 * 4 + 4) / (4 + past)
+    assert result.state.keep_rate == pytest.approx(expected)
+    assert result.metrics["collect/keep_rate"] == result.state.keep_rate
+    assert result.metrics["collect/prompts_dropped"] == past - 4
+
+
+def test_what_is_filtered_is_told_and_at_first_what_was_carried_here():
+    keep = passes(0.5)
+    carried = {0: group(0), 1: Dropped(0, 1)}
+    told = []
+    result = run(
+        Rollouts(0), keep, CollectState(0, 1.0, carried), wanted=4, after_group=told.append
+    )
+    assert told[:2] == [*carried.values()]
+    passed = {each.prompt.ordinal for each in told if isinstance(each, ScoredGroup)}
+    assert passed >= set(ordinals(result))
+    assert all(keep(group(o)) for o in passed - {0})
+    assert sum(isinstance(each, Dropped) for each in told) > 1
 
 
 def test_a_fault_in_a_rollout_and_a_request_to_stop_abort_the_others():

@@ -182,6 +182,7 @@ def test_a_terminal_shows_a_bar_of_work_that_is_not_short(monkeypatch, pause):
         count()  # one more than was expected is no error
     count()  # nor is one that comes late
     assert ("validation" in out.getvalue()) == (pause > 0)
+    assert "3/2" not in out.getvalue()
 
 
 def test_a_log_gets_a_line_a_tenth_and_none_in_between(monkeypatch):
@@ -189,7 +190,7 @@ def test_a_log_gets_a_line_a_tenth_and_none_in_between(monkeypatch):
     monkeypatch.setattr(loggers.time, "monotonic", now)
     monkeypatch.setattr("sys.stderr", out := io.StringIO())
     with progress("validation", 40, "prompt") as count:
-        for _ in range(41):
+        for _ in range(48):  # more than were expected
             now.value += 20.0  # a tenth takes 80 s
             count()
     assert out.getvalue().splitlines() == [
