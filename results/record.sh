@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what is missing of the published runs (`make record`), and writes the pages of results/ again.
 #
-#   bash results/record.sh [labs] [real]              labs by default; real takes days on two cores without AMX
+#   bash results/record.sh [labs] [real]              labs by default
 #
 #   labs   ppo, grpo, dapo and search_r1, tools, users and figures: seeds 1 to 3
 #   real   SmolLM2-135M: instructions by GRPO, PPO and DAPO at one learning rate, arithmetic by GRPO, seeds 1 to 3, and

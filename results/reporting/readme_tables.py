@@ -24,7 +24,8 @@ from results.reporting.summaries import Summary, group_name, grouped_summaries, 
 from results.tables import page
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
+# How experiments end that are not meant to learn the task: they are no headlines
+CONTROLS = ("-blank", "-naive", "-random", "-shuffled")
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 FACTS = (
     "experiment",
@@ -221,7 +222,7 @@ def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
         each
         for each in by_hardest_source(summaries)
         if len(each.runs) >= HEADLINE_SEEDS
-        and not each.name.endswith(CONTROL)
+        and not each.name.endswith(CONTROLS)
         and all(run["status"] == "finished" for run in each.runs)
     ]
 

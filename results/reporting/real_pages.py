@@ -6,11 +6,13 @@ of ``results/``. ``python -m results.report --index`` writes the pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from results.reporting.answers import Row, answers
-from results.reporting.pages import Block, Heading, Table, Text, markdown
+from results.reporting.comparison_report import verdicts
+from results.reporting.pages import Block, Heading, Table, Text, markdown, without_constants
 from results.reporting.readme_tables import Experiment, experiments
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, load_run, settings_of
 from results.reporting.summaries import read_summaries
@@ -33,14 +35,17 @@ HEADER = (
     "precision",
     "hardware",
     "minutes",
-    "start's weights",
 )
+PARTS = {
+    "naive": "constraints kept",
+    "distinct": "different words",
+}  # of a score, where it has them
 HOW_TO_READ = """SmolLM2-135M-Instruct, dequantised Q4_1, after fine-tuning ([recipes/real]\
 (../../recipes/real/README.md)). Greedy answers to {questions} held-out prompts, in percent, at a \
 run's first and last validation. 95 % intervals: over seeds (Student) where there are several, \
 else over prompts (Wilson). All seeds of a line start from the same weights, so an interval over \
-seeds leaves out what another fine-tuning would change. Lines whose start's weights differ are no \
-comparison. A run's folder has its settings and its command."""
+seeds leaves out what another fine-tuning would change. Runs from different starts are not \
+compared. A run's folder has its settings and its command."""
 
 
 def pages(results: Path) -> dict[Path, str]:
@@ -57,14 +62,16 @@ def pages(results: Path) -> dict[Path, str]:
 
 def page(results: Path, source: str, found: Sequence[Experiment]) -> str:
     """Return a page: what the runs came to, and answers to some prompts before and after."""
-    ordered = sorted(found, key=lambda each: (str(each.runs[0].get("base")), each.name))
+    ordered = sorted(found, key=lambda each: (each.name.partition("/")[0] != "grpo", each.name))
     questions = ordered[0].results[0]["questions"]
-    blocks: list[Block] = [
-        Text(HOW_TO_READ.format(questions=questions)),
-        Table(HEADER, [line(results, each) for each in ordered]),
-    ]
-    most_seeds = max(ordered, key=lambda each: len(each.runs))
-    run = load_run(folder(results, most_seeds))
+    blocks: list[Block] = [Text(HOW_TO_READ.format(questions=questions))]
+    by_start: dict[str, list[Experiment]] = {}
+    for each in ordered:
+        by_start.setdefault(each.runs[0].get("base") or NOT_RECORDED, []).append(each)
+    largest_first = sorted(by_start.items(), key=lambda item: -len(item[1]))
+    for base, same in largest_first:
+        blocks += of_one_start(results, source, base, same)
+    run = load_run(folder(results, largest_first[0][1][0]))
     blocks += [
         Heading("Prompts with their answers"),
         Text(
@@ -74,6 +81,26 @@ def page(results: Path, source: str, found: Sequence[Experiment]) -> str:
         Table(("prompt", "before", "after"), samples(run, source), prose=True),
     ]
     return markdown(TITLES[source], blocks)
+
+
+def of_one_start(
+    results: Path, source: str, base: str, same: Sequence[Experiment]
+) -> Iterator[Block]:
+    """Yield the runs from one start: their table, and how each compares with the first."""
+    groups = [[load_run(results / run["recipe"] / run["run"]) for run in e.runs] for e in same]
+    lines, parts = [], {}
+    for each, runs in zip(same, groups, strict=True):
+        lines.append(line(results, each))
+        for name, heading in PARTS.items():
+            series = [run.series(f"val-aux/{source}/{name}/mean@1")[1] for run in runs]
+            last = [f"{100 * statistics.fmean(s[-1] for s in series):.1f}"] if all(series) else [""]
+            parts.setdefault(heading, []).extend(last)
+    kept = {heading: cells for heading, cells in parts.items() if any(cells)}
+    rows = [[*cells, *of_run] for cells, *of_run in zip(lines, *kept.values(), strict=True)]
+    yield Heading(f"From the weights {base[:12]}")
+    yield without_constants(Table((*HEADER, *kept), rows))
+    if len(groups) > 1:
+        yield Text("\n".join(f"- {sentence}" for sentence in verdicts(groups)))
 
 
 def folder(results: Path, experiment: Experiment) -> Path:
@@ -97,7 +124,6 @@ def line(results: Path, experiment: Experiment) -> list[str]:
         str(config["actor_rollout_ref.actor.fsdp_config.dtype"]),
         first["hardware"],
         f"{sum(minutes) / len(minutes):.0f}",
-        (first.get("base") or NOT_RECORDED)[:12],
     ]
 
 

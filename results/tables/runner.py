@@ -207,7 +207,7 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
     if len(seeds) == table.lab.seeds:
         write_atomic(PAGES / f"{table.id}.json", json.dumps(collected, indent=1) + "\n")
         page.update()
-    print(page.render(table, collected))
+    print(page.render(table, collected), flush=True)
 
 
 def collect(table: Table, seeds: Sequence[int], records: Records, others: Records) -> Numbers:
@@ -288,7 +288,7 @@ def main() -> int:
     try:
         tables = {table.name: table for table in tables_of(args.recipe)}
         if args.table is None:
-            print("\n".join(map(page.summary, tables.values())))
+            print("\n".join(map(page.summary, tables.values())), flush=True)
             return 0
         table = tables.get(args.table)
         if table is None or not (table.lab or at_paper_scale):
@@ -301,6 +301,9 @@ def main() -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads, as head, has enough; Python flushes once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -242,6 +243,15 @@ def test_a_dry_run_lists_what_is_missing_and_a_record_is_not_made_twice(tmp_path
     environment = {"PYTHONPATH": str(ROOT), "DRY_RUN": "1", "PATH": "/usr/bin:/bin"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "train unmasked, seed 1" in shown.stdout and "train masked, seed 1" not in shown.stdout
+
+
+def test_a_reader_that_has_enough_of_the_list_sees_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "results.tables.runner", "grpo"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_every_row_takes_the_value_of_the_sweep_that_is_best_for_the_first_row(
