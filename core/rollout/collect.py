@@ -83,9 +83,10 @@ async def collect_groups(
     """Generate groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     What is still in flight then is aborted. ``after_group`` is called with each group that was
-    filtered, and at first with those that an earlier step has carried here. If ``steps_ahead`` is above 0, the result's ``ahead_window`` has the ordinals that are answered
-    next, about enough for that many steps. Groups of a policy before ``oldest_version`` are too old
-    for the next step, and are not carried to it.
+    filtered, and at first with those that an earlier step has carried here. If ``steps_ahead`` is
+    above 0, the result's ``ahead_window`` has the ordinals that are answered next, about enough for
+    that many steps. Groups of a policy before ``oldest_version`` are too old for the next step, and
+    are not carried to it.
 
     Raises:
         Exhausted: ``limits.max_drawn`` prompts were drawn and none passed, or fewer than
