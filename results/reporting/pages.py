@@ -297,6 +297,18 @@ def markdown_table(table: Table) -> str:
     return "\n".join("| " + " | ".join(map(markdown_cell, line)) + " |" for line in lines)
 
 
+def marks(name: str) -> tuple[str, str]:
+    """Return the comments between which a README has a generated block."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def with_block(readme: str, name: str, block: str) -> str:
+    """Return a README with a block between its marks; as it is where it has none."""
+    begin, end = marks(name)
+    head, _, rest = readme.partition(begin)
+    return f"{head}{begin}\n{block}\n{end}{rest.partition(end)[2]}" if end in rest else readme
+
+
 def markdown(title: str, blocks: Sequence[Block]) -> str:
     """Return the page as Markdown; a curve becomes its first and last value and a sparkline."""
     return "\n\n".join([f"# {inert(title)}", *map(_markdown, blocks)]) + "\n"

@@ -17,12 +17,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from core.files import write_atomic
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate, t_interval
+from results.reporting.pages import with_block
 from results.tables.table import AGAIN_P, PAGES, Numbers, Statement, Table, tables_of
 
-BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+BLOCK = "tables"  # of READMEs, between two marks
 HEADER = (
-    "| statement | in the paper | here | verdict | minutes | table: statements that hold |\n"
-    "| --- | --- | --- | --- | --- | --- |\n"
+    "| statement | in the paper | here | verdict | minutes | table: statements that hold |",
+    "| --- | --- | --- | --- | --- | --- |",
 )
 SIZES = re.compile(r"(?<=/README\.md\) \| )\d+(?= \|)")  # lines of Python in recipes/README.md
 Made = tuple[Table, Numbers]
@@ -120,7 +121,7 @@ def statement_lines(
 
     A link says how many of all statements of its page hold.
     """
-    lines = [HEADER]
+    lines = [*HEADER]
     for table, numbers in made:
         held = f"{counts_by_verdict([(table, numbers)])['holds']}/{len(table.statements)}"
         link = f"[{table.paper.title}, {table.paper.table}]({folder}{table.id}.md): {held}"
@@ -129,14 +130,14 @@ def statement_lines(
             cells = [each.says, number(table.paper_gap(*pair))]
             cells += [interval(table.gap(numbers, *pair), "+")]
             cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
-            lines.append(f"| {' | '.join(cells)} |\n")
-    return "".join(lines)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def headline_lines(made: Sequence[Made]) -> str:
     """Return the table of ``results/README.md``: the headlines, and the count of all statements."""
     lines = statement_lines(made, "tables/", shown=lambda each: each.headline)
-    return f"{lines}\n{counted(made)}. The pages have those that are no headlines.\n"
+    return f"{lines}\n\n{counted(made)}. The pages have those that are no headlines."
 
 
 def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
@@ -154,7 +155,8 @@ def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
 def paper_lines(folder: Path) -> str:
     """Return a line for each headline of each recipe, with the recipe's lines of Python."""
     lines = [
-        "| recipe | Python | statement | verdict | minutes |\n| --- | --- | --- | --- | --- |\n"
+        "| recipe | Python | statement | verdict | minutes |",
+        "| --- | --- | --- | --- | --- |",
     ]
     tables = tables_of()
     for readme in sorted(folder.glob("*/README.md")):
@@ -173,8 +175,8 @@ def paper_lines(folder: Path) -> str:
                     outcome = [table.verdict(numbers, each), minutes(numbers)]
                 shown.append([each.says, *outcome])
         for cells in shown[1:] or shown:
-            lines.append(f"| [{title}]({recipe.name}/README.md) | {size} | {' | '.join(cells)} |\n")
-    return "".join(lines)
+            lines.append(f"| [{title}]({recipe.name}/README.md) | {size} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def summary(table: Table) -> str:
@@ -210,9 +212,7 @@ def generated() -> Iterator[tuple[Path, str]]:
 
 
 def with_lines(readme: Path, lines: str) -> tuple[Path, str]:
-    """Return a README and its text, with these lines between its markers."""
-    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    return readme, f"{head}{BEGIN}\n{lines}{END}{rest.partition(END)[2]}" if rest else head
+    return readme, with_block(readme.read_text(encoding="utf-8"), BLOCK, lines)
 
 
 def is_same(committed: str, text: str) -> bool:

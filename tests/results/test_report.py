@@ -420,7 +420,7 @@ def repository(runs, tmp_path) -> Path:
     for seed in (1, 2, 3):
         publish(runs / f"grpo/lab_s{seed}", results / "grpo" / f"lab_s{seed}")
     (tmp_path / "README.md").write_text(
-        f"# Top\n\n{result_tables.BEGIN}\nold\n{result_tables.END}\n\nrest\n"
+        "# Top\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
     )
     return tmp_path
 
