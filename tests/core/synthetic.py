@@ -86,7 +86,8 @@ def sample_rows(step: int, questions: int = 4) -> list[dict]:
             "input": "fk mb cf bm pz zq qa ac =c3=",
             "output": answers[i % 2],
             "gts": "p",
-            "score": float(answers[i % 2].endswith("p")),
+            "score": (right := float(answers[i % 2].endswith("p"))),
+            "acc": right,
             "uid": f"lab/hops/{i}",
         }
         for i in range(questions)

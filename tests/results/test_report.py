@@ -26,7 +26,7 @@ from results import publish as publishing
 from results import report
 from results.publish import publish
 from results.reporting import readme_tables as result_tables
-from results.reporting import summaries
+from results.reporting import real_pages, summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
 from results.reporting.curves import PANELS, _metric_panel
 from results.reporting.pages import PHASE_COLOURS
@@ -454,6 +454,26 @@ def test_what_joins_an_experiment_and_what_is_another(repository, runs):
         for each in result_tables.experiments(result_tables.read_summaries(results))
     }
     assert found == {"grpo/lab": 3, "grpo/lab_s4": 1, "grpo/rerun": 1, "ppo/lab_s1": 1}
+
+
+def test_a_page_of_the_real_model_compares_the_runs_of_one_start(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(real_pages.TITLES, "lab/hops", "Hops")
+    results = tmp_path / "results"
+    starts = {"ppo/lab_s1": "a" * 64, "grpo/lab_s1": "a" * 64, "grpo/lab_s2": "b" * 64}
+    for name, base in starts.items():
+        target = publish(runs / name, results / name)
+        manifest = json.loads((target / "manifest.json").read_text())
+        manifest["models"] = {"actor": {"path": "p", "sha256": base}}
+        (target / "manifest.json").write_text(json.dumps(manifest))
+    text = real_pages.pages(results)[results / "lab/hops.md"]
+    first, second = text.split("## From the weights ")[1:]
+    assert first.startswith("a" * 12) and second.startswith("b" * 12)
+    compared = [line for line in text.splitlines() if line.startswith("- ")]
+    assert len(compared) == 1 and compared[0] in first
+    assert compared[0].startswith("- ppo/lab_s1 − grpo/lab_s1 on lab/hops: ")
+    assert "| [grpo/lab_s2](../grpo/lab_s2/) | 1 |" in second
+    assert "In all rows: seeds 1, " in first
+    assert "Of grpo/lab_s1, before and after." in second
 
 
 def test_a_curve_of_kl_says_from_which_policy(runs):
