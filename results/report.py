@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from core.errors import InputError, printable
@@ -88,13 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def update(results: Path, check: bool = False) -> int:
     """Write the generated pages; with ``check`` only return 1 where one is out of date.
 
-    READMEs have two generated blocks: those of the papers' tables are written first, and the others
-    are put into what is then on disk.
+    The README has several generated blocks, each of which is put into what is then on disk.
     """
     of_papers = page.generated() if results.resolve() == page.PAGES.parent else ()
-    stale = [path for path, text in of_papers if _renew(path, text, check)]
-    wanted = {**readme_tables.pages(results), **real_pages.pages(results)}
-    stale += [path for path, text in wanted.items() if _renew(path, text, check)]
+    wanted = chain(of_papers, readme_tables.generated(results), real_pages.generated(results))
+    stale = [path for path, text in wanted if _renew(path, text, check)]
     return int(check and bool(stale))
 
 

@@ -8,7 +8,7 @@ compares.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,15 +269,14 @@ def render_curve(results: Path, headlined: Sequence[Experiment]) -> str:
     )
 
 
-def pages(results: Path) -> dict[Path, str]:
-    """Return the generated files that this module knows, with their texts."""
+def generated(results: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the generated files that this module knows, with their texts."""
     summaries = read_summaries(results)  # once: it resolves the settings of every run
     headlined = headlines(summaries)
-    found = {results / "README.md": render(results, summaries)}
+    yield results / "README.md", render(results, summaries)
     if headlined:
-        found[results / "learning_curve.svg"] = render_curve(results, headlined)
+        yield results / "learning_curve.svg", render_curve(results, headlined)
     readme = results.resolve().parent / "README.md"
     if readme.exists():
         block = markdown_table(headline_table(results, headlined))
-        found[readme] = with_block(readme.read_text(encoding="utf-8"), "results", block)
-    return found
+        yield readme, with_block(readme.read_text(encoding="utf-8"), "results", block)

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from results.reporting.answers import Row, answers
 from results.reporting.comparison_report import verdicts
-from results.reporting.pages import Block, Heading, Table, Text, markdown, without_constants
-from results.reporting.readme_tables import Experiment, experiments
-from results.reporting.run_reader import NOT_RECORDED, RecordedRun, load_run, settings_of
+from results.reporting.pages import (
+    Block,
+    Heading,
+    Table,
+    Text,
+    markdown,
+    with_block,
+    without_constants,
+)
+from results.reporting.readme_tables import CONTROLS, Experiment, experiments
+from results.reporting.run_reader import NOT_RECORDED, RecordedRun, load_run
 from results.reporting.summaries import read_summaries
 
 TITLES = {
@@ -23,6 +33,7 @@ TITLES = {
     "real/passages": "Short answers from a given passage",
     "real/search": "Questions over passages of Wikipedia, with searches",
 }
+IN_README, BLOCK = "real/instructions", "real"  # the task of the README, and its block there
 PROMPTS = 10
 PROMPT_CHARACTERS = 400  # of a prompt, its end: a passage is long, the question stands behind it
 HEADER = (
@@ -48,71 +59,93 @@ seeds leaves out what another fine-tuning would change. Runs from different star
 compared. A run's folder has its settings and its command."""
 
 
-def pages(results: Path) -> dict[Path, str]:
-    """Return the text of each task's page by its path."""
+@dataclass(frozen=True)
+class Start:
+    """The experiments of a task that began from the same weights, GRPO's own first."""
+
+    weights: str  # the first digits of their SHA-256
+    experiments: Sequence[Experiment]
+    runs: Sequence[Sequence[RecordedRun]]  # of each experiment
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """How each experiment compares with the first."""
+        return verdicts(self.runs) if len(self.runs) > 1 else []
+
+
+def generated(results: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each task's page, and the README with what the recipes came to on instructions."""
     by_task: dict[str, list[Experiment]] = {}
     for experiment in experiments(read_summaries(results)):
         if experiment.source in TITLES:
             by_task.setdefault(experiment.source, []).append(experiment)
-    return {
-        results / f"{source}.md": page(results, source, found)
-        for source, found in sorted(by_task.items())
-    }
+    readme = results.resolve().parent / "README.md"
+    for source, found in sorted(by_task.items()):
+        starts = starts_of(results, found)
+        yield results / f"{source}.md", page(source, starts)
+        if source == IN_README and readme.exists():
+            shown = recipes_lines(starts[0])
+            yield readme, with_block(readme.read_text(encoding="utf-8"), BLOCK, shown)
 
 
-def page(results: Path, source: str, found: Sequence[Experiment]) -> str:
+def starts_of(results: Path, found: Sequence[Experiment]) -> list[Start]:
+    """Return the starts, that of most experiments first."""
+    by_weights: dict[str, list[Experiment]] = {}
+    for each in sorted(found, key=lambda each: (not each.name.startswith("grpo/"), each.name)):
+        weights = (each.runs[0].get("base") or NOT_RECORDED)[:12]
+        by_weights.setdefault(weights, []).append(each)
+    starts = []
+    for weights, same in sorted(by_weights.items(), key=lambda item: -len(item[1])):
+        runs = [[load_run(results / run["recipe"] / run["run"]) for run in e.runs] for e in same]
+        starts.append(Start(weights, same, runs))
+    return starts
+
+
+def recipes_lines(start: Start) -> str:
+    """Return how the recipes compare on the real model, without the controls."""
+    controls = [each.name for each in start.experiments if each.name.endswith(CONTROLS)]
+    between = [text for text in start.sentences if not text.startswith(tuple(controls))]
+    return "\n".join(f"- {text}" for text in between if not text.startswith("against "))
+
+
+def page(source: str, starts: Sequence[Start]) -> str:
     """Return a page: what the runs came to, and answers to some prompts before and after."""
-    ordered = sorted(found, key=lambda each: (each.name.partition("/")[0] != "grpo", each.name))
-    questions = ordered[0].results[0]["questions"]
+    first = starts[0].runs[0][0]
+    questions = starts[0].experiments[0].results[0]["questions"]
     blocks: list[Block] = [Text(HOW_TO_READ.format(questions=questions))]
-    by_start: dict[str, list[Experiment]] = {}
-    for each in ordered:
-        by_start.setdefault(each.runs[0].get("base") or NOT_RECORDED, []).append(each)
-    largest_first = sorted(by_start.items(), key=lambda item: -len(item[1]))
-    for base, same in largest_first:
-        blocks += of_one_start(results, source, base, same)
-    run = load_run(folder(results, largest_first[0][1][0]))
+    for start in starts:
+        blocks.append(Heading(f"From the weights {start.weights}"))
+        blocks.append(without_constants(table(source, start)))
+        if start.sentences:
+            blocks.append(Text("\n".join(f"- {sentence}" for sentence in start.sentences)))
     blocks += [
         Heading("Prompts with their answers"),
         Text(
-            f"Of {run.name}, before and after. Prompts whose answer became right or wrong are "
+            f"Of {first.name}, before and after. Prompts whose answer became right or wrong are "
             "preferred; + marks a right answer."
         ),
-        Table(("prompt", "before", "after"), samples(run, source), prose=True),
+        Table(("prompt", "before", "after"), samples(first, source), prose=True),
     ]
     return markdown(TITLES[source], blocks)
 
 
-def of_one_start(
-    results: Path, source: str, base: str, same: Sequence[Experiment]
-) -> Iterator[Block]:
-    """Yield the runs from one start: their table, and how each compares with the first."""
-    groups = [[load_run(results / run["recipe"] / run["run"]) for run in e.runs] for e in same]
+def table(source: str, start: Start) -> Table:
+    """Return a line for each experiment, with the parts of a score that its scorer gives."""
     lines, parts = [], {}
-    for each, runs in zip(same, groups, strict=True):
-        lines.append(line(results, each))
+    for each, runs in zip(start.experiments, start.runs, strict=True):
+        lines.append(line(each, runs))
         for name, heading in PARTS.items():
             series = [run.series(f"val-aux/{source}/{name}/mean@1")[1] for run in runs]
-            last = [f"{100 * statistics.fmean(s[-1] for s in series):.1f}"] if all(series) else [""]
-            parts.setdefault(heading, []).extend(last)
-    kept = {heading: cells for heading, cells in parts.items() if any(cells)}
-    rows = [[*cells, *of_run] for cells, *of_run in zip(lines, *kept.values(), strict=True)]
-    yield Heading(f"From the weights {base[:12]}")
-    yield without_constants(Table((*HEADER, *kept), rows))
-    if len(groups) > 1:
-        yield Text("\n".join(f"- {sentence}" for sentence in verdicts(groups)))
+            last = f"{100 * statistics.fmean(s[-1] for s in series):.1f}" if all(series) else ""
+            parts.setdefault(heading, []).append(last)
+    given = {heading: cells for heading, cells in parts.items() if any(cells)}
+    rows = [[*cells, *of_run] for cells, *of_run in zip(lines, *given.values(), strict=True)]
+    return Table((*HEADER, *given), rows)
 
 
-def folder(results: Path, experiment: Experiment) -> Path:
-    """Return the folder of the experiment's first run."""
-    first = experiment.runs[0]
-    return results / first["recipe"] / first["run"]
-
-
-def line(results: Path, experiment: Experiment) -> list[str]:
-    """Return the experiment's line of the table."""
-    first = experiment.runs[0]
-    config = settings_of(folder(results, experiment)).config
+def line(experiment: Experiment, runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the experiment's cells under HEADER."""
+    first, config = experiment.runs[0], runs[0].config
     minutes = [run["seconds"] / 60 for run in experiment.runs]
     return [
         f"[{first['name']}](../{first['name']}/)",

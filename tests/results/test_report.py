@@ -465,7 +465,7 @@ def test_a_page_of_the_real_model_compares_the_runs_of_one_start(runs, tmp_path,
         manifest = json.loads((target / "manifest.json").read_text())
         manifest["models"] = {"actor": {"path": "p", "sha256": base}}
         (target / "manifest.json").write_text(json.dumps(manifest))
-    text = real_pages.pages(results)[results / "lab/hops.md"]
+    text = dict(real_pages.generated(results))[results / "lab/hops.md"]
     first, second = text.split("## From the weights ")[1:]
     assert first.startswith("a" * 12) and second.startswith("b" * 12)
     compared = [line for line in text.splitlines() if line.startswith("- ")]
