@@ -89,16 +89,16 @@ def generated(results: Path) -> Iterator[tuple[Path, str]]:
 
 
 def starts_of(results: Path, found: Sequence[Experiment]) -> list[Start]:
-    """Return the starts, that of most experiments first."""
+    """Return the starts, that of most runs first."""
     by_weights: dict[str, list[Experiment]] = {}
     for each in sorted(found, key=lambda each: (not each.name.startswith("grpo/"), each.name)):
         weights = (each.runs[0].get("base") or NOT_RECORDED)[:12]
         by_weights.setdefault(weights, []).append(each)
     starts = []
-    for weights, same in sorted(by_weights.items(), key=lambda item: -len(item[1])):
+    for weights, same in by_weights.items():
         runs = [[load_run(results / run["recipe"] / run["run"]) for run in e.runs] for e in same]
         starts.append(Start(weights, same, runs))
-    return starts
+    return sorted(starts, key=lambda start: -sum(map(len, start.runs)))
 
 
 def recipes_lines(start: Start) -> str:
