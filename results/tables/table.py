@@ -56,7 +56,7 @@ class Row(Part):
 
 
 class Statement(Part):
-    says: str
+    says: str  # in the direction of row less against, whose sign the pages show
     row: str
     against: str = ""  # 0 if empty: the measure is a difference by itself
     expects: Literal["above", "below", "equal"]
