@@ -23,7 +23,7 @@ from results.reporting.pages import (
     with_block,
     without_constants,
 )
-from results.reporting.readme_tables import CONTROLS, Experiment, experiments
+from results.reporting.readme_tables import Experiment, experiments
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, load_run
 from results.reporting.summaries import read_summaries
 
@@ -103,9 +103,8 @@ def starts_of(results: Path, found: Sequence[Experiment]) -> list[Start]:
 
 def recipes_lines(start: Start) -> str:
     """Return how the recipes compare on the real model, without the controls."""
-    controls = [each.name for each in start.experiments if each.name.endswith(CONTROLS)]
-    between = [text for text in start.sentences if not text.startswith(tuple(controls))]
-    return "\n".join(f"- {text}" for text in between if not text.startswith("against "))
+    left_out = ("against ", *(each.name for each in start.experiments if each.is_control))
+    return "\n".join(f"- {text}" for text in start.sentences if not text.startswith(left_out))
 
 
 def page(source: str, starts: Sequence[Start]) -> str:
