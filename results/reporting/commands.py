@@ -8,6 +8,7 @@ has changed since). What only names or watches a run is left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from results.reporting.run_reader import RecordedRun
 
 LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
 REAL = "smollm2_135m"
+CONTROL_FILE = re.compile(r"data\.train_files=.*/train_(random|shuffled)\.parquet$")
 
 
 def repeat(run: RecordedRun) -> str:
@@ -74,8 +76,9 @@ def script(recipe: str, before: Sequence[str]) -> str:
     if preset == "lab_ppo":
         return f"bash recipes/{recipe}/run_lab.sh ppo"
     if preset.startswith(REAL):
-        task = preset.removeprefix(REAL).replace("_", " ")
-        return f"bash recipes/{recipe}/run_{REAL}.sh{task}"
+        words = [f"bash recipes/{recipe}/run_{REAL}.sh", *preset.removeprefix(REAL).split("_")[1:]]
+        words += [found[1] for word in before if (found := CONTROL_FILE.match(word))]
+        return " ".join(words)
     if (ROOT / "recipes" / recipe / f"run_{preset}.sh").exists():
         return f"bash recipes/{recipe}/run_{preset}.sh"
     return " ".join([f"python -m recipes.{recipe}.main_{recipe}", *before])
