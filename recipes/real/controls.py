@@ -1,8 +1,8 @@
 """Controls: training files whose reward says nothing about the task. The held-out file stays as it
 is.
 
-* ``random``: a fair coin (``reward_scores/random_reward.py``). The policy should stay where it
-  starts.
+* ``random``: a fair coin (``reward_scores/random_reward.py``). It teaches nothing of the
+  task, and its noise may lead away from the start.
 * ``shuffled``: ground truths are permuted between prompts. What the policy gains from it is what
   can be had without reading the prompt: short answers, say, or a constraint that many prompts have.
 """
