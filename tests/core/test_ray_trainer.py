@@ -3,6 +3,7 @@ controller on its KL."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from core import ray_trainer
 from core.config.composition import compose
 from core.ray_trainer import RayPPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted
+from tests.core.test_run import respond
 from tests.faults import tiny_run
 
 
@@ -222,3 +225,25 @@ def test_truncated_samples_are_replayed_over_the_ids_that_were_kept(tmp_path):
         assert all(("rollout_corr/entropy_gap_z" in row) == kept_sets for row in rows)
         assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert max(differences[True]) < 1e-6 and min(differences[False]) > 0.05
+
+
+def test_the_progress_of_a_step_counts_the_groups_that_pass(tmp_path, monkeypatch):
+    counted = []
+
+    @contextlib.contextmanager
+    def progress(what, total, unit):
+        counted.append(0)
+
+        def count():
+            counted[-1] += 1
+
+        yield count
+
+    class Dropping(scripted()):
+        def keep_group(self, group):
+            return group.prompt.ordinal % 3 != 0
+
+    monkeypatch.setattr(ray_trainer, "progress", progress)
+    keys = ["data.gen_batch_size=1"]  # one at a time: none is begun in vain
+    Dropping(configured(prepare(tmp_path), "run", *keys, steps=2), respond).init_workers().fit()
+    assert counted == [4, 4]
