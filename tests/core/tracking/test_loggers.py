@@ -87,7 +87,8 @@ def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     tracker.close("finished")
     Tracker(tmp_path, config, resume_step=1).close("finished")
     runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert runs and all(name.endswith(run_id) for name in runs)
+    # wandb puts a number behind the id of a second run that starts within the same second
+    assert runs and all(run_id in name for name in runs)
 
 
 OWN_LOGGER = """
