@@ -13,11 +13,6 @@ train=(bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" opd "$@")
 source "$(dirname "${BASH_SOURCE[0]}")/../real/common.sh"
 if is_dry_run ${keys[@]+"${keys[@]}"}; then exec "${train[@]}"; fi
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
-if [[ "$*" != *distillation.teacher.path=* && ! -f outputs/real/teacher/config.json ]]; then
-    name=smollm2_135m_teacher-seed1
-    bash "$root/recipes/grpo/run_smollm2_135m.sh" trainer.total_training_steps=20 trainer.val_before_train=false \
-        actor_rollout_ref.actor.optim.lr=3.0e-5 "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/grpo/$name"
-    "$python" -m core.export "outputs/grpo/$name" outputs/real/teacher
-fi
+[[ "$*" == *distillation.teacher.path=* ]] || bash "$root/recipes/opd/real_teacher.sh"
 "${train[@]}"
 "$python" -m recipes.lab.report opd "preset=$preset" -- ${keys[@]+"${keys[@]}"}

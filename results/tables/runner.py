@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -21,12 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from core import command_line
-from core.config import code_by_path, recipes
+from core.config import code_by_path, convert, recipes
 from core.config.composition import examine
 from core.config.paths import run_folder
 from core.dry_run import is_dry_run
@@ -34,6 +36,7 @@ from core.errors import InputError
 from core.files import write_atomic
 from core.tracking.loggers import progress
 from core.tracking.run_manifest import ROOT, git_state
+from results.reporting.run_reader import load_run
 from results.reporting.run_scripts import read_script
 from results.tables import page
 from results.tables.table import PAGES, Measure, Numbers, Table, tables_of
@@ -44,8 +47,11 @@ PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
 CODE = ("core/**/*.py", "recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/*.py")
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
-Run = tuple[str, int]  # a row, a control of the first row, or key=value of the sweep, and a seed
-Records = Mapping[Run, Any]
+# An arm and a seed. An arm is a row, a control of the first row, or a value of a sweep: "key=value",
+# or "row key=value" of a row's own
+Run = tuple[str, int]
+Record = Mapping[str, Any]
+Records = Mapping[Run, Record]
 
 
 # --- the miniature ---
@@ -57,9 +63,10 @@ def seed_of(run: Run) -> int:
 
 def arguments(table: Table, run: Run) -> list[str]:
     """Return the command line of a run, without its folder."""
+    name, _, value = run[0].rpartition(" ")
     first = next(iter(table.rows.values()))
-    row = table.rows.get(run[0], first)  # controls and values of the sweep are of the first row
-    swept = [run[0]] if table.lab.sweep and run[0].startswith(f"{table.lab.sweep.key}=") else []
+    row = table.rows.get(name or run[0], first)  # controls and a common sweep are of the first row
+    swept = [value] if "=" in value else []
     execution = [f"preset={table.lab.preset}", *EXECUTION, f"trainer.seed={seed_of(run)}"]
     return [*execution, *table.lab.keys, *row.keys, *row.lab_keys, *swept]
 
@@ -75,6 +82,21 @@ def record_file(table: Table, run: Run) -> Path:
     content = [code_digest(), *arguments(table, run), run[0] == "rewards_of_others"]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     return OUTPUTS / table.recipe / f"{digest}.json"
+
+
+def published(table: Table, run: Run) -> Record | None:
+    """Return the record of the run of ``lab.published`` that has these settings and this seed."""
+    if not table.lab.published:
+        return None
+    config = convert.as_json(examine(table.recipe, arguments(table, run)).config)
+    for folder in sorted(PAGES.parent.glob(f"{table.lab.published}-seed*")):
+        found = load_run(folder)
+        wanted = replace(found, config=config)
+        if (found.seed, found.decisive) == (wanted.seed, wanted.decisive):
+            commit = found.session["git"]["commit"][:10]
+            facts = {"cpu_seconds": found.seconds, "commit": commit, "base": found.base}
+            return facts | {"metrics": found.metrics, "file": f"results/{found.name}"}
+    return None
 
 
 def measured(measure: Measure, rows: Sequence[Mapping[str, float]]) -> float:
@@ -154,9 +176,11 @@ def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int)
 
     Raises InputError: a command that prepares the runs failed, or a run did not finish.
     """
-    files = {(arm, seed): record_file(table, (arm, seed)) for seed in seeds for arm in arms}
+    runs = [(arm, seed) for seed in seeds for arm in arms]
+    known = {run: record for run in runs if (record := published(table, run))}
+    files = {run: record_file(table, run) for run in runs if run not in known}
     missing = [run for run, file in files.items() if not file.exists()]
-    print(f"{len(missing)} of {len(files)} runs are missing", flush=True)
+    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     numbers = " ".join(map(str, sorted(set(map(seed_of, missing)))))
     commands = [text.replace("{seeds}", numbers) for text in table.lab.prepare if missing]
     if is_dry_run():
@@ -171,26 +195,28 @@ def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int)
         run_all(table, missing, jobs)
     if lost := [str(file.with_suffix(".log")) for file in files.values() if not file.exists()]:
         raise InputError(f"{len(lost)} runs did not finish: see {' '.join(lost)}")
-    return {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
+    made = {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
+    return known | {run: record | {"file": files[run].name} for run, record in made.items()}
 
 
 def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:
-    """Return the table with the best value of its sweep among its keys, and the sweep's means."""
-    arms = [f"{table.lab.sweep.key}={value}" for value in table.lab.sweep.values]
-    records = complete(table, arms, table.lab.sweep.seeds, jobs)
-    measure = next(iter(table.lab.measures.values()))
-    means = {
-        arm: round(statistics.fmean(values), 1)
-        for arm in arms
-        if (
-            values := [
-                measured(measure, r["metrics"]) for run, r in records.items() if run[0] == arm
-            ]
-        )
-    }
-    best = max(means, key=means.get, default=arms[0])
-    lab = table.lab.model_copy(update={"keys": (*table.lab.keys, best)})
-    return table.model_copy(update={"lab": lab}), means, records
+    """Return the table with the best values of its sweeps among its keys, and the sweeps' means."""
+    key, measure = table.lab.sweep.key, next(iter(table.lab.measures.values()))
+    values = {"": table.lab.sweep.values} | {n: r.sweep for n, r in table.rows.items() if r.sweep}
+    arms = {name: [f"{name} {key}={v}".strip() for v in of] for name, of in values.items() if of}
+    records = complete(table, sum(arms.values(), []), table.lab.sweep.seeds, jobs)
+    reached: dict[str, list[float]] = {}
+    for (arm, _), record in records.items():
+        reached.setdefault(arm, []).append(measured(measure, record["metrics"]))
+    means = {arm: round(statistics.fmean(numbers), 1) for arm, numbers in reached.items()}
+    best = {name: max(of, key=lambda arm: means.get(arm, -math.inf)) for name, of in arms.items()}
+    common = best.pop("", "").split()
+    lab = table.lab.model_copy(update={"keys": (*table.lab.keys, *common)})
+    rows = dict(table.rows)
+    for name, arm in best.items():
+        keys = (*rows[name].lab_keys, arm.split()[1])
+        rows[name] = rows[name].model_copy(update={"lab_keys": keys})
+    return table.model_copy(update={"lab": lab, "rows": rows}), means, records
 
 
 def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
@@ -221,10 +247,12 @@ def collect(table: Table, seeds: Sequence[int], records: Records, others: Record
         }
         for name, measure in table.lab.measures.items()
     }
-    every = [*records.values(), *others.values()]
+    # A sweep may hold runs of the rows
+    every = {record["file"]: record for record in (*others.values(), *records.values())}.values()
     return {
         "digest": table.digest,
         "seeds": list(seeds),
+        "runs": len(every),
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in every)),
         "commits": sorted({record["commit"] for record in every}),
         "base": sorted({record["base"] for record in every}),

@@ -53,6 +53,7 @@ class Row(Part):
     script: str = ""
     keys: tuple[str, ...] = ()
     lab_keys: tuple[str, ...] = ()  # in the miniature alone
+    sweep: tuple[str, ...] | None = None  # values of lab.sweep.key for this row alone
 
 
 class Statement(Part):
@@ -78,10 +79,13 @@ class Measure(Part):
 
 
 class Sweep(Part):
-    """A key that the paper sets for another scale: the first row's best value is every row's."""
+    """A key that the paper sets for another scale.
+
+    The first row's best value is every row's. A row with values of its own takes its own best.
+    """
 
     key: str
-    values: tuple[str, ...] = Field(min_length=2)
+    values: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (201, 202)  # other ones than those of the rows
 
 
@@ -95,6 +99,7 @@ class Lab(Part):
     prepare: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     sweep: Sweep | None = None
+    published: str | None = None  # an experiment of results/: its runs of equal settings count
     controls: tuple[Literal["again", "rewards_of_others"], ...] = ()
 
 
@@ -212,6 +217,11 @@ def contradictions(table: Table) -> Iterator[str]:
         for key in (*row.keys, *row.lab_keys):
             if not re.match(r"[\w.]+=", key):
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
+        if row.sweep and not (table.lab and table.lab.sweep):
+            yield f"rows.{name}.sweep={row.sweep[0]}: has no key; name it in lab.sweep.key"
+    if table.lab and table.lab.published:
+        if not list(PAGES.parent.glob(f"{table.lab.published}-seed*")):
+            yield f"lab.published={table.lab.published}: has no run in results/; name another"
     for name, measure in table.lab.measures.items() if table.lab else ():
         if (measure.metric is None) == (measure.function is None):
             yield f"lab.measures.{name}: has a metric or a function; name one of the two"

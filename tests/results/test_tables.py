@@ -278,6 +278,48 @@ def test_every_row_takes_the_value_of_the_sweep_that_is_best_for_the_first_row(
     assert "1.0e-4: 75.0; 3.0e-4: 70.0." in shown and "20 runs took" in shown
 
 
+def test_a_row_takes_the_best_of_its_own_sweep_whose_run_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    key = "actor_rollout_ref.actor.optim.lr"
+    rows = {name: {**row, "sweep": ["1.0e-4", "3.0e-4"]} for name, row in FILE["rows"].items()}
+    lab = {**FILE["lab"], "sweep": {"key": key, "seeds": [1]}, "controls": [], "seeds": 2}
+    table = read_table(written(tmp_path, rows=rows, lab=lab))
+    reached = {"first 1.0e-4": 0.7, "first 3.0e-4": 0.5, "second 1.0e-4": 0.2, "second 3.0e-4": 0.4}
+    Path(runner.OUTPUTS, table.recipe).mkdir(parents=True)
+
+    def make(made_of: Table, run: runner.Run, accuracy: float) -> None:
+        facts = {"cpu_seconds": 60, "commit": "abc", "base": "f"}
+        row = {"metrics": [{"val": accuracy}]}
+        runner.record_file(made_of, run).write_text(json.dumps(facts | row))
+
+    for arm, accuracy in reached.items():
+        make(table, (arm.replace(" ", f" {key}="), 1), accuracy)
+    settled, means, sweep_records = runner.swept(table, 1)
+    assert list(means.values()) == [70.0, 50.0, 20.0, 40.0]
+    assert runner.arguments(settled, ("first", 1))[-1] == f"{key}=1.0e-4"
+    assert runner.arguments(settled, ("second", 1))[-1] == f"{key}=3.0e-4"
+    for name in rows:
+        make(settled, (name, 2), 0.6)
+    records = runner.complete(settled, list(rows), (1, 2), 1)
+    collected = runner.collect(table, (1, 2), records, sweep_records)
+    assert collected["values"] == {"accuracy": {"first": [70.0, 60.0], "second": [40.0, 60.0]}}
+    assert (collected["runs"], collected["cpu_seconds"]) == (6, 360)
+    shown = page.render(table, collected | {"sweep": means})
+    assert "with each row and seed 1" in shown and "second 3.0e-4: 40.0." in shown
+    assert "6 runs took" in shown and "## Controls" not in shown
+
+
+def test_a_published_run_counts_where_its_settings_and_its_seed_are_equal():
+    table = read_table(ROOT / "recipes/grpo/tables/lora_real.yaml")
+    key = table.lab.sweep.key
+    record = runner.published(table, (f"full {key}=3.0e-5", 1))
+    assert record["file"] == "results/grpo/real-instructions-seed1"
+    assert runner.measured(table.lab.measures["accuracy"], record["metrics"]) == 44.5
+    assert runner.published(table, (f"full {key}=3.0e-5", 4)) is None
+    assert runner.published(table, (f"full {key}=1.0e-4", 1)) is None
+    assert runner.published(table, (f"rank_1 {key}=3.0e-4", 1)) is None
+
+
 def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
     rows = [{"val": 0.1}, {"loss": 1.0}, {"val": 0.3}, {"val": 0.5}]
     measure = table.lab.measures["accuracy"]
@@ -323,14 +365,16 @@ def test_only_the_first_measure_is_taken_of_a_control(tmp_path):
     }
     table = read_table(written(tmp_path, lab=lab))
 
-    def record(accuracy: float) -> dict:
+    def record(accuracy: float, file: str) -> dict:
         validation = {"acc": accuracy, "steps": 12.0, "wrong_steps": 6.0}
         row = {f"val-aux/lab/maze/{part}/mean@16": value for part, value in validation.items()}
         row["val-core/lab/maze/acc/mean@16"] = accuracy
-        return {"metrics": [row], "cpu_seconds": 1, "commit": "abc", "base": "f"}
+        facts = {"cpu_seconds": 1, "commit": "abc", "base": "f", "file": file}
+        return facts | {"metrics": [row]}
 
     accuracies = {"first": 0.5, "second": 0.25, "again": 0.5, "rewards_of_others": 0.0}
-    records = {(arm, seed): record(value) for arm, value in accuracies.items() for seed in (1, 2)}
+    runs = [(arm, seed) for arm in accuracies for seed in (1, 2)]
+    records = {run: record(accuracies[run[0]], str(run)) for run in runs}
     values = runner.collect(table, (1, 2), records, {})["values"]
     assert values["steps"] == {"first": [12.0, 12.0], "second": [24.0, 24.0]}
     assert values["accuracy"]["rewards_of_others"] == [0.0, 0.0] and len(values["accuracy"]) == 4
