@@ -47,8 +47,8 @@ PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
 CODE = ("core/**/*.py", "recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/*.py")
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
-# An arm and a seed. An arm is a row, a control of the first row, or a value of a sweep: "key=value",
-# or "row key=value" of a row's own
+# An arm and a seed. An arm is a row, a control of the first row, or a value of a sweep: "key=value"
+# of the common one, "row key=value" of a row's own
 Run = tuple[str, int]
 Record = Mapping[str, Any]
 Records = Mapping[Run, Record]

@@ -219,9 +219,9 @@ def contradictions(table: Table) -> Iterator[str]:
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
         if row.sweep and not (table.lab and table.lab.sweep):
             yield f"rows.{name}.sweep={row.sweep[0]}: has no key; name it in lab.sweep.key"
-    if table.lab and table.lab.published:
-        if not list(PAGES.parent.glob(f"{table.lab.published}-seed*")):
-            yield f"lab.published={table.lab.published}: has no run in results/; name another"
+    published = table.lab and table.lab.published
+    if published and not list(PAGES.parent.glob(f"{published}-seed*")):
+        yield f"lab.published={published}: has no run in results/; name another"
     for name, measure in table.lab.measures.items() if table.lab else ():
         if (measure.metric is None) == (measure.function is None):
             yield f"lab.measures.{name}: has a metric or a function; name one of the two"
