@@ -18,6 +18,7 @@ from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from recipes.grpo import measures
 from recipes.lab.controls import coin, with_rewards_of_others
+from recipes.sft.measures import log_likelihood
 from results.tables import page, runner
 from results.tables.table import PAGES, Measure, Statement, Table, read_table, tables_of
 
@@ -347,6 +348,11 @@ def test_the_lengths_of_right_and_wrong_answers_are_told_apart():
     rows = [{"val-core/lab/maze/acc/mean@16": 0.25, **aux}, {"actor/entropy": 1.0}]
     assert measures.steps_of_wrong_answers(rows) == pytest.approx(3)
     assert measures.steps_of_right_answers(rows) == pytest.approx(8)
+
+
+def test_fine_tuning_is_measured_by_the_last_steps():
+    rows = [{"actor/nll": 9.0}, *({"actor/nll": 1 + step / 10} for step in range(10))]
+    assert log_likelihood(rows) == pytest.approx(-145)
 
 
 def test_a_measure_may_be_a_function_of_the_whole_run(table):
