@@ -89,7 +89,8 @@ def published(table: Table, run: Run) -> Record | None:
     if not table.lab.published:
         return None
     config = convert.as_json(examine(table.recipe, arguments(table, run)).config)
-    for folder in sorted(PAGES.parent.glob(f"{table.lab.published}-seed*")):
+    names = table.lab.published
+    for folder in sorted(path for name in names for path in PAGES.parent.glob(f"{name}-seed*")):
         found = load_run(folder)
         wanted = replace(found, config=config)
         if (found.seed, found.decisive) == (wanted.seed, wanted.decisive):

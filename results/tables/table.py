@@ -99,7 +99,8 @@ class Lab(Part):
     prepare: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     sweep: Sweep | None = None
-    published: str | None = None  # an experiment of results/: its runs of equal settings count
+    # Experiments of results/, whose runs count for those with their settings and seeds
+    published: tuple[str, ...] | None = None
     controls: tuple[Literal["again", "rewards_of_others"], ...] = ()
 
 
@@ -219,9 +220,9 @@ def contradictions(table: Table) -> Iterator[str]:
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
         if row.sweep and not (table.lab and table.lab.sweep):
             yield f"rows.{name}.sweep={row.sweep[0]}: has no key; name it in lab.sweep.key"
-    published = table.lab and table.lab.published
-    if published and not list(PAGES.parent.glob(f"{published}-seed*")):
-        yield f"lab.published={published}: has no run in results/; name another"
+    for name in (table.lab and table.lab.published) or ():
+        if not list(PAGES.parent.glob(f"{name}-seed*")):
+            yield f"lab.published={name}: has no run in results/; name another"
     for name, measure in table.lab.measures.items() if table.lab else ():
         if (measure.metric is None) == (measure.function is None):
             yield f"lab.measures.{name}: has a metric or a function; name one of the two"
