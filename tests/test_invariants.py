@@ -43,7 +43,7 @@ TESTS = {
     "Untrusted work is killed at a deadline": (
         "tests/core/rewards/test_graders.py::test_what_misbehaves_costs_its_own_score_alone",
     ),
-    "No measured number is typed": (
+    "No number of a table is typed": (
         "tests/test_generated_pages.py::test_the_tables_of_results_are_what_the_committed_runs_give",
         "tests/results/test_report.py::test_the_last_validation_is_reported_not_the_best",
     ),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The hops task with the lab preset of a recipe; the run_lab.sh of ppo, grpo and dapo call this script.
+# The hops task with the lab preset of a recipe; the run_lab.sh of most recipes calls this script.
 #
 #   bash recipes/lab/train_hops.sh RECIPE [key=value ...]          DRY_RUN=1 only checks the configuration
 #

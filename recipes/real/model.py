@@ -84,7 +84,7 @@ def check_requirements(folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         problems.append(
             "gguf: the package is not installed, and transformers reads GGUF with it; pip install "
-            "'.[real]'"
+            "-e '.[real]'"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < FREE_GB * 1e9:

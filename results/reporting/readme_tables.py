@@ -41,9 +41,9 @@ FACTS = (
     "decoding",
     "model",
 )
-STATEMENTS = """A statement *holds* if the 95 % interval of the difference here is on the side \
-that the paper reports, *fails* if it is on the other side, and is *not seen* if it holds 0. The \
-page of each table has its runs, controls and command."""
+STATEMENTS = """A direction *holds* if the 95 % interval of the difference here is on the paper's \
+side of 0, and *fails* on the other. Equality holds within the margin of its page, and fails \
+outside it. All else is *not seen*. The page of each table has its runs, controls and command."""
 HOW_TO_READ = """Percent at the last validation of a run, never at the best one. Square brackets \
 hold 95 % intervals: over seeds (Student, after ± the standard deviation) where there are several, \
 else over questions (Wilson). Where the interval over questions is the wider one it is taken, with \

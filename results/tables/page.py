@@ -155,7 +155,7 @@ def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
 def paper_lines(folder: Path) -> str:
     """Return a line for each headline of each recipe, with the recipe's lines of Python."""
     lines = [
-        "| recipe | Python | statement | verdict | minutes |",
+        "| recipe | lines of Python | statement | verdict | minutes |",
         "| --- | --- | --- | --- | --- |",
     ]
     tables = tables_of()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import loss_weights
+from core.config import convert
 from core.config.composition import compose, examine
 from core.engines.engine import SamplingParams
 from core.errors import InputError
@@ -500,6 +501,18 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
     assert accuracies.main([str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
     assert "| greedy | mean@1 |" in capsys.readouterr().out
+
+
+def test_the_format_preset_is_that_of_the_scripts_with_another_reward():
+    """As the scripts for PPO, which set top-p 1 beside it."""
+    script, follow_up = (
+        convert.flat(
+            compose("search_r1", [f"preset={name}", "actor_rollout_ref.rollout.top_p=1.0"])
+        )
+        for name in ("script", "format")
+    )
+    differ = {key for key, value in follow_up.items() if value != script[key]}
+    assert differ == {"custom_reward_function.path", "custom_reward_function.reward_kwargs"}
 
 
 def test_the_scripts_sample_as_the_published_ones(subtests):
