@@ -297,6 +297,9 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     advantage_B = torch.zeros_like(reward_B)
     # Where fewer than two answers were scored the lead is infinite or NaN
     advantage_B[best_P] = torch.where(lead_P.isfinite(), lead_P, 0)
+    if inputs.is_branch is not None:  # a branch stands behind its episode and has its advantage
+        first_B = (~inputs.is_branch).nonzero()[:, 0]
+        advantage_B = advantage_B[first_B[(~inputs.is_branch).cumsum(0) - 1]]
     if inputs.norm_adv_by_std_in_grpo:
         advantage_B = advantage_B / (inputs.group_std() + inputs.epsilon)
     advantages = inputs.spread(advantage_B)

@@ -24,6 +24,7 @@ BY_NAME = {scorer.name: scorer for scorer in SCORERS.values()}
 MODEL_STYLE = "model"  # of examples that a reward model scores
 RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
+RESERVED = ("uid", "data_source", "step")  # what a record of a validation has beside the parts
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 
 
@@ -246,11 +247,16 @@ def as_score(result: Any) -> Score:
 def _parts(fields: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the fields that are finite numbers, and the others as texts.
 
-    Raises ScoreError if ``acc`` is among the others.
+    Raises ScoreError if ``acc`` is among the others, or for a name in RESERVED.
     """
     parts: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, value in fields.items():
+        if name in RESERVED:
+            raise ScoreError(
+                f"the reward function returned a part named {name!r}, which a record of a "
+                f"validation holds beside the parts; rename it, to 'my_{name}' say"
+            )
         if value is None:
             continue
         if name == "acc" or finite_number(value) is not None:

@@ -28,6 +28,7 @@ from core.rewards.grading import (
     Job,
     RewardModelCall,
     Scorers,
+    as_score,
 )
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -139,7 +140,7 @@ class RewardLayer:
         if trajectory.failure:
             return Failure(ScoreStatus.CRASH, f"{trajectory.failure}\n")
         if trajectory.reward is not None:
-            return Score(trajectory.reward)
+            return as_score(trajectory.reward)
         if not self.config.enable:
             return await self.manager.run(job)
         if prompt.style == MODEL_STYLE:

@@ -133,6 +133,7 @@ class ChatSession:
         self.error: Exception | None = None  # of the engine: it ends the run
         self._tasks: set[asyncio.Task] = set()  # requests in flight
         self._idle_since = time.monotonic()
+        self._is_closed = False
         self._begin_thinking()
 
     def idle_seconds(self) -> float:
@@ -141,6 +142,8 @@ class ChatSession:
 
     def _begin_thinking(self) -> None:
         """Let an engine that repeats exactly wait for the agent's next request, or its end."""
+        if self._is_closed:  # no request follows, and the engine would wait for ever
+            return
         self._thinking = self.home.create_future()
         barrier = self.root.sampler.barrier
         self._thought = self.home.create_task(barrier.run("tools", lambda: self._thinking))
@@ -151,7 +154,8 @@ class ChatSession:
         await self._thought
 
     async def close(self) -> None:
-        """Cancel what is in flight."""
+        """Cancel what is in flight, and refuse what comes later."""
+        self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -159,6 +163,8 @@ class ChatSession:
 
     async def complete(self, ask: ChatRequest) -> list[Completion]:
         """Return ``ask.n`` completions. Raises Refused, and what the engine raises."""
+        if self._is_closed:
+            raise Refused("authorization", "the episode of this token has ended")
         task = asyncio.current_task()
         self._tasks.add(task)
         self.counts["requests"] += 1

@@ -43,9 +43,10 @@ class Tracker:
     """The owner of the run folder, until :meth:`close` records how the run ended.
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to
-    ``previous/<n>/``), ``resume_step=k`` resumes after step k. A record that cannot be written is
-    dropped with a warning; a line of metrics waits for the next step. Raises WriteFailed if the
-    folder cannot be written, and what :class:`Loggers` raises.
+    ``previous/<n>/``), ``resume_step=k`` resumes after step k. Where the checkpoint of that step is
+    another run's (``continues`` is False), the records begin anew all the same. A record that
+    cannot be written is dropped with a warning; a line of metrics waits for the next step. Raises
+    WriteFailed if the folder cannot be written, and what :class:`Loggers` raises.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Tracker:
         recipe: str | None = None,
         models: Mapping[str, Any] | None = None,
         changes: run_manifest.Changes | None = None,
+        continues: bool = True,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.config = config
@@ -64,7 +66,7 @@ class Tracker:
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if resume_step is None:
+            if resume_step is None or not continues:
                 _set_aside(self.run_dir)
             else:
                 _drop_after(self.run_dir, resume_step)

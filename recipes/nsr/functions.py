@@ -9,7 +9,7 @@ LAMBDA = 0.1  # weight of right answers in W-REINFORCE, as published
 
 def of_samples(x: AdvantageInputs, right: float, wrong: float) -> tuple[Tensor, Tensor]:
     """Return ``right`` for tokens of answers with a score above 0, ``-wrong`` for the others."""
-    right_B = (x.rewards_B > 0).double()
+    right_B = (x.reward > 0).double()
     advantages = x.spread(right * right_B - wrong * (1 - right_B))
     return advantages, advantages
 

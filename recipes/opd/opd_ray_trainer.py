@@ -49,6 +49,24 @@ class RayOPDTrainer(RayPPOTrainer):
                 )
         for example in self.stream.files.first.values():
             self.teacher_of(example)
+        self.check_privileged_prompts()
+
+    def check_privileged_prompts(self) -> None:
+        """Raise InputError if a pass has no room for an answer behind the teacher's prompt."""
+        actor, files = self.config.actor_rollout_ref.actor, self.stream.files
+        if self.config.distillation.privileged_prompt is None or not actor.use_dynamic_bsz:
+            return
+        prompts = (files.prompt(index, 0) for index in range(len(files)))
+        longest = max(len(self.privileged_ids(prompt)) for prompt in prompts)
+        needed = longest + self.config.data.max_response_length
+        budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
+        if needed > budget:
+            key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+            raise InputError(
+                f"{key}={actor.ppo_max_token_len_per_gpu}: behind the longest privileged prompt, "
+                f"of {longest} tokens, an answer may end at {needed}; raise it to that, or shorten "
+                f"distillation.privileged_prompt"
+            )
 
     def teacher_of(self, example: Example | Prompt) -> str:
         """Return the role of an example's teacher. Raises InputError: it names none."""
@@ -101,20 +119,23 @@ class RayOPDTrainer(RayPPOTrainer):
         )
 
     def with_privileged_prompt(self, group: ScoredGroup) -> ScoredGroup:
-        """Return the group with its answers behind the teacher's prompt.
-
-        The last message becomes ``privileged_prompt``. Without a chat template it is the whole
-        prompt.
-        """
-        *before, last = group.prompt.messages
-        template = self.config.distillation.privileged_prompt
-        text = template.replace("{question}", last["content"])
-        text = text.replace("{ground_truth}", str(group.prompt.ground_truth))
-        encoder = self.stream.files.encoder
-        chat = [*before, {**last, "content": text}]
-        prompt_ids = encoder.encode(chat if encoder.has_template else text)
+        """Return the group with its answers behind the teacher's prompt."""
+        prompt_ids = self.privileged_ids(group.prompt)
         answers = [dataclasses.replace(t, prompt_ids=prompt_ids) for t in group.trajectories]
         return dataclasses.replace(group, trajectories=tuple(answers))
+
+    def privileged_ids(self, prompt: Prompt) -> list[int]:
+        """Return the teacher's prompt: the last message is ``privileged_prompt``.
+
+        Without a chat template it is the whole prompt.
+        """
+        *before, last = prompt.messages
+        template = self.config.distillation.privileged_prompt
+        text = template.replace("{question}", last["content"])
+        text = text.replace("{ground_truth}", str(prompt.ground_truth))
+        encoder = self.stream.files.encoder
+        chat = [*before, {**last, "content": text}]
+        return encoder.encode(chat if encoder.has_template else text)
 
 
 def vocabulary(tokenizer) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from core.errors import InputError
 from data_preprocess.schema import Written, write_rows
 from recipes.search_r1.index.passages import Passage
-from recipes.search_r1.search_loop import information
+from recipes.search_r1.search_loop import information, show_passage
 
 _FUNCTION_WORDS = """
  a an and at be been by did do does for from had has have how in is it its many much of on or s
@@ -58,10 +58,16 @@ def play(
     passages: Sequence[Passage],
     room: int,
     encode: Callable[[str], list[int]],
-) -> list[tuple[str, bool]]:
-    """Return an episode as stretches of text, each with whether the policy writes it."""
-    number = 1 + [passage.contents for passage in passages].index(facts["passage"])
+) -> list[tuple[str, bool]] | None:
+    """Return an episode as stretches of text, each with whether the policy writes it.
+
+    None if the block has no room for the passage that answers.
+    """
+    place = [passage.contents for passage in passages].index(facts["passage"])
+    number = place + 1
     block = information(passages, room, encode)
+    if block is None or show_passage(number, passages[place]).strip() not in block:
+        return None
     return [
         (f"<think>I have to look this up.</think>\n<search>{query}</search>", True),
         (block, False),
@@ -82,12 +88,12 @@ def demonstrations(
         facts = row["extra_info"]
         if (search := find_query(facts, retrieve, topk)) is None:
             continue
+        if (episode := play(facts, *search, room, encode)) is None:
+            continue
         prompt = tokenizer.apply_chat_template(
             row["prompt"], add_generation_prompt=True, tokenize=False
         )
-        stretches = [
-            (encode(text), written) for text, written in play(facts, *search, room, encode)
-        ]
+        stretches = [(encode(text), written) for text, written in episode]
         yield {
             **row,
             "prompt": prompt,

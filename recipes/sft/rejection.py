@@ -111,15 +111,27 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     """
     # Imports torch and transformers, which no dry run needs
     from core.data.prompts import PromptFiles, load_val_prompts
-    from core.learner.models import load_tokenizer
+    from core.learner.models import load_modality, load_tokenizer
+    from core.rollout.agent_loop import make_agent_loop
 
     recipe = manifest["recipe"]
     composed = examine(recipe, [], manifest["config"])
     if composed.problems:
         raise InputError(composed.problems)
-    data = composed.config.data
-    tokenizer = load_tokenizer(composed.config.actor_rollout_ref.model)
-    prompts = load_val_prompts(PromptFiles(data, tokenizer))
+    config = composed.config
+    data, model = config.data, config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model)
+    # Only tools are described in a prompt; another loop might want a server that is away now
+    has_tools = config.actor_rollout_ref.rollout.multi_turn.enable
+    loop = make_agent_loop(config, tokenizer) if has_tools else None
+    modality, limit_key = load_modality(model, tokenizer), config.prompt_limit_key
+    try:
+        tools_of = loop and loop.tools_of
+        files = PromptFiles(data, tokenizer, modality, tools_of, limit_key=limit_key)
+        prompts = load_val_prompts(files)
+    finally:
+        if loop is not None:
+            loop.close()
     if questions_hash(prompts) != manifest["settings"]["prompts"]:
         rule = "the questions or their tokenizer are others than those that were answered"
         files = ", ".join(data.val_files)

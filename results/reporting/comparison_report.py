@@ -157,6 +157,8 @@ class Compared:
         agree so well that theirs is the narrower one."""
         if self.over_seeds is None or self.paired is None:
             return self.paired is not None
+        if self.paired.low is None:  # one shared question has no interval
+            return False
         seeds = welch_interval(self.a.seeds, self.b.seeds)
         return self.paired.high - self.paired.low > seeds.high - seeds.low
 

@@ -45,7 +45,10 @@ OUTPUTS = Path("outputs/tables")
 AGAIN_SEED = 100  # added to a row's seed in the control `again`
 PRELOADED = ("core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
 EXECUTION = ("trainer.backend=local", "trainer.cpu_threads=1", "trainer.save_freq=0")
-CODE = ("core/**/*.py", "recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/*.py")
+CODE = (
+    *("core/**/*.py", "core/**/*.yaml", "data_preprocess/**/*.py"),
+    *("recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/**/*.py"),
+)
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
 # An arm and a seed. An arm is a row, a control of the first row, or a value of a sweep: "key=value"
 # of the common one, "row key=value" of a row's own
@@ -86,7 +89,7 @@ def record_file(table: Table, run: Run) -> Path:
 
 def published(table: Table, run: Run) -> Record | None:
     """Return the record of the run of ``lab.published`` that has these settings and this seed."""
-    if not table.lab.published:
+    if not table.lab.published or run[0] == "rewards_of_others":  # its trainer is another one
         return None
     config = convert.as_json(examine(table.recipe, arguments(table, run)).config)
     names = table.lab.published
@@ -209,7 +212,7 @@ def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:
     reached: dict[str, list[float]] = {}
     for (arm, _), record in records.items():
         reached.setdefault(arm, []).append(measured(measure, record["metrics"]))
-    means = {arm: round(statistics.fmean(numbers), 1) for arm, numbers in reached.items()}
+    means = {arm: statistics.fmean(numbers) for arm, numbers in reached.items()}
     best = {name: max(of, key=lambda arm: means.get(arm, -math.inf)) for name, of in arms.items()}
     common = best.pop("", "").split()
     lab = table.lab.model_copy(update={"keys": (*table.lab.keys, *common)})
@@ -217,7 +220,8 @@ def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:
     for name, arm in best.items():
         keys = (*rows[name].lab_keys, arm.split()[1])
         rows[name] = rows[name].model_copy(update={"lab_keys": keys})
-    return table.model_copy(update={"lab": lab, "rows": rows}), means, records
+    shown = {arm: round(mean, 1) for arm, mean in means.items()}
+    return table.model_copy(update={"lab": lab, "rows": rows}), shown, records
 
 
 def work(table: Table, seeds: Sequence[int], jobs: int) -> None:

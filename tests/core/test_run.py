@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
 from core.config.composition import examine
 from core.errors import InputError, WorkersLost, WriteFailed
+from core.tracking.json_lines import read_jsonl
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 from tests.dates import passing_days
 from tests.row_files import write_parquet
@@ -247,6 +249,22 @@ def test_a_restart_of_a_run_from_another_runs_checkpoint_begins_there_again(tmp_
     )
     assert train(lambda one: Losing(one, respond), configured(tmp_path, "new", *keys)).run.step == 6
     assert began == ([(5, 5), (5, 5), (6, 6)] if lost_in == 5 else [(5, 5), (6, 6), (6, 6)])
+
+
+def test_records_of_an_aborted_run_are_set_aside_where_another_runs_checkpoint_begins(tmp_path):
+    start(tmp_path, "trainer.total_training_steps=2").fit()
+    new = f"trainer.default_local_dir={tmp_path}/new"
+    start(tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=0", new).fit()
+    shutil.rmtree(tmp_path / "new" / "global_step_1", ignore_errors=True)
+    path = f"trainer.resume_from_path={tmp_path}/run/global_step_2"
+    keys = ("trainer.total_training_steps=3", "trainer.resume_mode=resume_path", path, new)
+    start(tmp_path, *keys).fit()
+    rows = read_jsonl(tmp_path / "new" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [3]
+    earlier = read_jsonl(tmp_path / "new" / "previous" / "1" / "metrics.jsonl")
+    assert 1 in [row["step"] for row in earlier]
+    manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
+    assert manifest["sessions"][-1]["resumed_from_step"] == 2
 
 
 @pytest.mark.parametrize(

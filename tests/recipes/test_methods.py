@@ -9,7 +9,7 @@ import torch
 
 from core.algorithm.advantages import AdvantageInputs
 from core.algorithm.losses import LossInputs
-from core.config.composition import compose
+from core.config.composition import compose, examine
 from core.errors import InputError
 from core.types import Prompt, ScoredGroup, StepMetrics, Stop, TrainBatch, Trajectory
 from recipes.asymre.asymre_ray_trainer import RayAsymRETrainer
@@ -75,6 +75,23 @@ def test_an_advantage_is_that_of_its_formula(estimator, formula):
     assert advantages.dtype == torch.float64
     assert advantages.tolist() == pytest.approx(by_hand(formula), abs=1e-12)
     assert torch.equal(advantages, returns)
+
+
+@pytest.mark.parametrize("recipe", ["gdpo", "nsr", "opd"])
+def test_a_kl_in_the_reward_that_no_advantage_would_hold_is_refused(recipe):
+    (problem,) = examine(recipe, ["algorithm.use_kl_in_reward=True"]).problems
+    assert problem.startswith("algorithm.use_kl_in_reward=true: adds to the ")
+
+
+def test_opd_takes_a_kl_in_the_reward_where_it_takes_the_reward():
+    keys = ["algorithm.use_kl_in_reward=True", "distillation.reward_weight=1"]
+    assert not examine("opd", keys).problems
+
+
+def test_nsr_reads_the_score_and_not_what_the_tokens_add():
+    kl = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+    kl[1:3] = -2.0  # on the first answer, which is right
+    assert torch.equal(nsr(inputs(token_rewards=kl))[0], nsr(inputs())[0])
 
 
 def test_maxrl_weighs_a_rare_right_answer_as_maximum_likelihood_does():

@@ -143,6 +143,16 @@ def test_a_privileged_teacher_scores_the_same_answer_behind_its_own_prompt(folde
     assert not batch.advantages[~batch.response_mask].any()
 
 
+def test_a_privileged_prompt_that_a_pass_cannot_hold_is_refused_before_a_model_loads(folder):
+    text = "'" + "{question} " * 9 + "'"
+    keys = (f"distillation.privileged_prompt={text}",)
+    longest = compose("opd", arguments(folder, "long", *GROUP, steps=3)).longest_sequence
+    budget = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={longest}"
+    one = trainer(folder, "long", *keys, budget)
+    with pytest.raises(InputError, match=f"ppo_max_token_len_per_gpu={longest}: behind the long"):
+        one.init_workers()
+
+
 def test_each_example_has_the_teacher_that_its_column_names(folder):
     """A second teacher is the student itself: the answers that it scores have no reward."""
     made = pq.read_table(folder / "train.parquet").to_pylist()

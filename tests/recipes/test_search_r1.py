@@ -28,6 +28,7 @@ from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, EpisodeLimits, TrajectorySampler
 from core.tracking.metric_sums import MetricSums
 from core.types import Prompt, ScoredGroup, Stop
+from recipes.search_r1 import demonstrations
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
     AFTER,
@@ -501,6 +502,16 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
     assert accuracies.main([str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
     assert "| greedy | mean@1 |" in capsys.readouterr().out
+
+
+def test_a_demonstration_names_no_passage_that_its_block_has_no_room_for():
+    gold = Passage("3", "Gold\nthe gold fact", 0.5)
+    others = [Passage(str(i), f"T{i}\n" + "word " * 250, 1.0) for i in (1, 2)]
+    facts = {"question": "of gold", "title": "Gold", "passage": gold.contents, "answer": "42"}
+    assert demonstrations.play(facts, "gold", [*others, gold], 500, str.split) is None
+    assert demonstrations.play(facts, "gold", [*others, gold], 1, str.split) is None
+    _, (block, _), (answer, _) = demonstrations.play(facts, "gold", [gold, *others], 500, str.split)
+    assert "the gold fact" in block and "Doc 1 answers it." in answer
 
 
 def test_the_format_preset_is_that_of_the_scripts_with_another_reward():

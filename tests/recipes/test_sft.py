@@ -13,15 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from core import evaluate
+from core.answers import questions_hash
+from core.config import convert
 from core.config.composition import compose, examine
 from core.data.prompts import question_hash
 from core.errors import InputError
 from core.learner.models import load_policy
+from core.ray_trainer import RayPPOTrainer
 from recipes.sft import demonstration_files, rejection
 from recipes.sft.config_schema import DemonstrationConfig
 from recipes.sft.demonstration_files import DemonstrationFiles
 from recipes.sft.demonstrations import Demonstration, DemonstrationError, Writer
 from recipes.sft.sft_trainer import RaySFTTrainer
+from tests.core.rollout.test_tool_agent import tokenizer as tool_tokenizer
 from tests.recipes.sft_data import (
     TEMPLATE,
     chats,
@@ -526,6 +530,47 @@ def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsy
     assert [one.ids.tolist() for one in found] == [
         row["prompt_ids"] + row["response_ids"] for row in rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("grpo", []),
+        ("grpo", ["actor_rollout_ref.rollout.multi_turn.enable=True"]),
+        ("search_r1", ["data.max_start_length=20", "data.truncation=left", "do_search=False"]),
+    ],
+    ids=["plain", "tools", "search"],
+)
+def test_questions_are_read_anew_as_their_episodes_had_them(tmp_path, recipe, keys):
+    tool_tokenizer().save_pretrained(tmp_path / "model")
+    shape = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 200}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    tools = {"tools": [{"class_name": "recipes.lab.tools.Calculator", "config": {}}]}
+    (tmp_path / "tools.yaml").write_text(json.dumps(tools))
+    chat = [{"role": "user", "content": "how much is 3 and 4, and of that twice as much?"}]
+    truth = {"style": "rule", "ground_truth": "14"}
+    row = {"data_source": "openai/gsm8k", "prompt": chat, "reward_model": truth}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(row) + "\n")
+    keys = [
+        *keys,
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        f"data.val_files={tmp_path / 'questions.jsonl'}",
+    ]
+    if any("multi_turn" in key for key in keys):
+        keys.append(
+            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}"
+        )
+    asking = RayPPOTrainer(compose(recipe, keys))
+    asking.load_tokenizer()
+    asking.load_questions()
+    settings_of_answers = {"prompts": questions_hash(asking.val_prompts)}
+    manifest = {
+        "recipe": recipe,
+        "config": convert.as_json(asking.config),
+        "settings": settings_of_answers,
+    }
+    again = rejection._prompts(tmp_path / "answers.jsonl", manifest)
+    assert [p.token_ids for p in again.values()] == [p.token_ids for p in asking.val_prompts]
 
 
 def test_what_does_not_belong_together_is_refused(scores, questions, capsys):

@@ -83,6 +83,12 @@ def test_a_difference_over_seeds_that_agree_is_no_surer_than_over_questions():
     assert not apart.rests_on_questions and apart.verdict == "better over seeds"
 
 
+def test_one_shared_question_leaves_the_verdict_to_the_seeds():
+    a, b = Side([], [0.1, 0.2], {"q": 0.5}), Side([], [0.8, 0.9], {"q": 1.0})
+    both = Compared("s", "acc", a, b, None, 0.01)
+    assert not both.rests_on_questions and both.verdict == "better over seeds"
+
+
 # --- paired comparison ---
 
 

@@ -169,6 +169,20 @@ def test_a_group_of_one_keeps_its_reward_but_a_lone_survivor_gets_none(name):
     assert not advantages.any()
 
 
+@pytest.mark.parametrize("name", sorted(set(FLAT) - {"gae", "remax"}))
+def test_a_branch_has_the_advantage_of_its_episode(name):
+    """Two episodes, scores 1 and 0; the first has a second sequence."""
+    inputs = advantages.AdvantageInputs(
+        reward=torch.tensor([1.0, 1.0, 0.0]),
+        lengths=torch.tensor([2, 2, 2]),
+        response_mask=torch.tensor([0, 1, 0, 1, 0, 1]).bool(),
+        group=torch.tensor([0, 0, 0]),
+        is_branch=torch.tensor([False, True, False]),
+    )
+    first, branch = FLAT[name](inputs)[0][[1, 3]].tolist()
+    assert first == branch > 0
+
+
 def test_what_an_estimator_needs_is_named():
     for name, inputs, words in (
         ("gae", make_inputs(0, values=None), "gae estimator needs 'values'"),

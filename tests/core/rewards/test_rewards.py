@@ -207,6 +207,13 @@ def test_an_episode_that_failed_counts_as_an_answer_whose_scorer_failed(make_lay
     assert layer.failures.rate("rate") == {"rate": 1.0}
 
 
+def test_an_agent_s_own_reward_of_0_counts_as_wrong(make_layer):
+    layer = make_layer("return 1.0")
+    scores = [grade(layer, prompt(), trajectory("72", reward=value)) for value in (0.0, 0.5)]
+    assert [score.status for score in scores] == [ScoreStatus.WRONG, ScoreStatus.OK]
+    assert [score.value for score in scores] == [0.0, 0.5]
+
+
 def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(
     make_layer, write, monkeypatch, tmp_path
 ):
@@ -273,6 +280,8 @@ def test_numbers_of_any_kind_are_scores_and_all_else_is_none():
         ScoreStatus.WRONG,
         None,
     )
+    with pytest.raises(ScoreError, match="a part named 'step'.* rename it, to 'my_step'"):
+        as_score({"score": 1, "step": 3})
     given = Score(0.5, status=ScoreStatus.PARSE_ERROR)
     assert as_score(given) == given
     for result in NO_SCORES:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 
 import pytest
 
+from core.engines.engine import SamplingParams
+from core.rollout.agent_loop import Episode, EpisodeLimits
+from core.rollout.chat_session import ChatRequest, ChatSession, Refused
 from core.types import Stop
 from recipes.lab.tools import Calculator
 from tests.core.data.templates import pair_tokenizer_of
-from tests.core.rollout.test_outside_agent import TOOL, Playing, ask, text_of
+from tests.core.rollout.test_outside_agent import AGENT, TOOL, Playing, ask, text_of
 from tests.core.rollout.test_tool_agent import CALCULATOR, call, loop_of, play
+
+LIMITS, SAMPLING = EpisodeLimits(2000, 2000), SamplingParams(max_tokens=2000)
 
 
 async def react(prompt, client):
@@ -48,6 +54,54 @@ def test_the_tokens_are_the_tool_agent_s(tmp_path, hold):
     assert metrics["agent/tokens_rendered_again"] == 0 and metrics["agent/requests"] == 2
     first, second = (request.prompt_ids for request in playing.engine.requests)
     assert second[: len(first)] == first
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_agent_that_ends_with_a_request_in_flight_leaves_no_engine_waiting(n):
+    async def impatient(prompt, client):
+        messages = list(prompt.messages)
+        await ask(client, messages)
+        in_flight.append(asyncio.ensure_future(ask(client, messages, n=n)))
+        while len(playing.engine.requests) < 1 + n:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def never(request):
+        playing.engine.requests.append(request)
+        await asyncio.Event().wait()
+
+    async def play_and_settle():
+        trajectory = await playing.sampler.sample(playing.prompt, 0, SAMPLING, LIMITS)
+        await asyncio.wait_for(playing.sampler.barrier.settled(), 5)
+        return trajectory
+
+    in_flight = []
+    playing = Playing(impatient, lambda _: "4", hold=True)
+    sample = playing.engine.sample
+    playing.engine.sample = lambda asked: (never if playing.engine.requests else sample)(asked)
+    try:
+        trajectory = asyncio.run(play_and_settle())
+    finally:
+        playing.loop.close()
+    assert (trajectory.reward, trajectory.failure) == (1.0, "")
+
+
+def test_a_request_after_the_end_of_its_episode_is_refused():
+    playing = Playing(None, lambda _: "4", f"{AGENT}.path={__name__}:react", hold=True)
+
+    async def ask_late():
+        episode = Episode(playing.prompt, 0, SAMPLING, LIMITS, playing.sampler)
+        session = ChatSession(episode, playing.loop.frames, playing.loop.encoder, 3000, None)
+        await session.close()
+        messages = [dict(message) for message in playing.prompt.messages]
+        with pytest.raises(Refused, match="the episode of this token has ended"):
+            await session.complete(ChatRequest(messages=messages))
+        await asyncio.wait_for(playing.sampler.barrier.settled(), 5)
+
+    try:
+        asyncio.run(ask_late())
+    finally:
+        playing.loop.close()
 
 
 def test_an_edited_history_is_a_trajectory_of_its_own_and_each_sampled_token_trains_once():
