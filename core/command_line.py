@@ -48,6 +48,8 @@ from core.secret_keys import remember
 log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
+# Keys that may name a function in a user's file
+FUNCTIONS = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 FIRST_KEYS = Path(recipes.__file__).with_name("first_keys.yaml")
 USAGE = """usage: python -m recipes.{recipe}.main_{recipe} [preset=NAME] [key=value ...]
        python -m recipes.{recipe}.main_{recipe} --help WORD ...
@@ -224,6 +226,10 @@ def open_files(trainer: str, config: Config) -> list[str]:
             tried(read_first, path)
     if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
         tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
+    for key in FUNCTIONS if find_spec("torch") else ():  # their files import it
+        value = convert.get(config, key)
+        if value and value.rpartition(":")[0].endswith(".py"):
+            tried(code_by_path.load_object, value, key)
     # A judge is on another machine
     if not problems and len(here) > len(files) and not config.reward_model.judged:
         run = load_trainer(trainer)(config)

@@ -53,6 +53,8 @@ def load_module(where: str, label: str, beside: Path | None = None) -> ModuleTyp
     with importing_from(beside.expanduser().resolve()) if beside else nullcontext():
         try:
             return importlib.import_module(where)
+        except SystemExit as error:
+            raise InputError(_exited(label, where, error)) from error
         except ModuleNotFoundError as error:
             # Only the module itself: one that it imports and lacks is another error
             if not error.name or not f"{where}.".startswith(f"{error.name}."):
@@ -60,6 +62,13 @@ def load_module(where: str, label: str, beside: Path | None = None) -> ModuleTyp
             fix = "run from the repository root, or name the file: path/to/file.py:function"
             rule = f"no module {error.name!r} on the import path"
             raise InputError(f"{label}: {rule}; {fix}") from error
+
+
+def _exited(label: str, module: object, error: SystemExit) -> str:
+    return (
+        f"{label}: importing {module} ended with SystemExit({error.code}); put what it runs under "
+        "if __name__ == '__main__'"
+    )
 
 
 def absent(error: ModuleNotFoundError) -> str:
@@ -88,8 +97,10 @@ def _from_file(where: str, label: str) -> ModuleType:
     try:
         with importing_from(path):
             spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SystemExit):
+            raise InputError(_exited(label, path, error)) from error
         raise
     _pickle_by_value(module)
     return module

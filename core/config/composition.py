@@ -151,7 +151,14 @@ def _of_meant_values(broken: Iterable[Problem], problems: Problems) -> list[Prob
 
 def _split(overrides: Sequence[str]) -> tuple[dict[str, str], Sequence[str], Sequence[str]]:
     """Return the options that name a file, the words of a run script, and those that were typed."""
-    options = dict(word.split("=", 1) for word in overrides if word.startswith(OPTIONS))
+    options: dict[str, str] = {}
+    for word in overrides:
+        if word.startswith(OPTIONS):
+            name, _, value = word.partition("=")
+            if options.setdefault(name, value) != value:
+                before = options[name]
+                rule = f"names a second file, after {name}={before}"
+                raise InputError(f"{name}={value}: {rule}; one file takes the recipe's place")
     words = [word for word in overrides if not word.startswith(OPTIONS)]
     if "--" not in words:
         return options, (), words

@@ -336,6 +336,10 @@ def _rule(details: Mapping[str, Any]) -> str:
     # pydantic's messages begin with "Input should be "; its list of literals lacks "one of"
     must = "must be one of " if details["type"] == "literal_error" else "must be "
     rule = details["msg"].replace("Input should be ", must)
+    if details["type"] in ("int_type", "float_type", "bool_type") and isinstance(
+        details["input"], str
+    ):
+        rule += ", and is text: take the quotes away"
     if details["type"] == "string_type":
         rule += " (quote a text that YAML reads as another type: key=\"'1e-6'\")"
     return rule

@@ -42,7 +42,11 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files that hold an exa
 LINE_RULE = "a line is not one JSON object in UTF-8"
 LINE_FIX = "mend the line, write one object a line, or convert the file to UTF-8"
 LINE_ERRORS = (ValueError, RecursionError)
-CHAT_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
+CHAT_AS_TEXT = re.compile(  # a list of messages, or one alone, as JSON or as Python writes it
+    r"""\s*\[\s*\{(?:[^{}]{0,200},)?\s*["'](?:role|content)["']\s*:"""
+    r"""|\s*\{(?:[^{}]{0,200},)?\s*["'](?:role|messages)["']\s*:.*\}\s*\Z""",
+    re.DOTALL,
+)
 BATCH = 1024  # examples of a large file that are Python objects at a time
 
 
@@ -317,7 +321,7 @@ def _faults(
     if not isinstance(reward, dict):
         rule = "reward_model must be a mapping with ground_truth"
         yield rule, "the answer goes to reward_model.ground_truth", type(reward).__name__
-    elif reward.get("ground_truth") is None:
+    elif (truth := reward.get("ground_truth")) is None or truth != truth:  # NaN: pandas' missing
         style = reward.get("style") or "rule"
         if style != "model":
             rule = "reward_model.ground_truth must be given where the style is not 'model'"

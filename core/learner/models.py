@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -20,13 +20,14 @@ from core.config import paths, registry
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION
 from core.config.training_keys import ModelConfig
-from core.errors import InputError
+from core.errors import InputError, listed
 from core.files import is_url, local_path
+from core.learner.model_overrides import OVERRIDES, overridden
 from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
 
 log = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model.path"
-OVERRIDES = "actor_rollout_ref.model.override_config"
+CRITIC_CLASS = "AutoModelForTokenClassification"
 # Left out of the copy of a URL where only a tokenizer or a model's shape is needed
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt*", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
 # Parts of names of a configuration's fields: dropout, layerdrop, router_jitter_noise
@@ -36,7 +37,6 @@ TOKENIZER_SAMPLE = (
     "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 "
     "Привет हिन्दी 🙂 x=1\n"
 )
-ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 # -- where a model is ------------------------------------------------------------------------------
@@ -69,6 +69,8 @@ def readable(path: str, key: str = MODEL) -> Iterator[None]:
 
     try:
         yield
+    except InputError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -272,7 +274,7 @@ def load_critic(
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the run's seed decides the head, not what ran before
         return _load(
-            "AutoModelForTokenClassification",
+            CRITIC_CLASS,
             model,
             dtype,
             on_meta,
@@ -334,7 +336,7 @@ def _load(
             with suppress(OSError):
                 module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
-            module = tied(auto_class(config, auto).from_pretrained(path, config=config, **options))
+            module = tied(_with_weights(auto_class(config, auto), model, path, config, options))
     module.noise = noise
     modality_of(config).load_processor(module, path)
     for part in module.modules():
@@ -344,6 +346,54 @@ def _load(
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Gradient checkpointing works in training mode only; with dropout off they agree
     return module.train()
+
+
+def _with_weights(
+    kind: Any, model: ModelConfig, path: str, config: Any, options: Mapping[str, Any]
+) -> nn.Module:
+    """Return the model with the weights of its files.
+
+    Raises InputError: the files lack weights, which transformers would draw at random, or have them
+    in another shape. A critic's head is new, so only what its body lacks counts.
+    """
+    try:
+        module, info = kind.from_pretrained(
+            path,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused here, with their names
+            **options,
+        )
+    except (KeyError, TypeError, RuntimeError) as error:  # each class fails in its own way
+        if not model.override_config or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise InputError(
+            f"{OVERRIDES}={model.override_config}: no {kind.__name__} can be built with it "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give what the "
+            "config.json of such a model may hold"
+        ) from error
+    body = f"{module.base_model_prefix}."
+    is_critic = kind.__name__ == CRITIC_CLASS
+
+    def of_model(names: Iterable[str]) -> list[str]:
+        return sorted(name for name in names if name.startswith(body) or not is_critic)
+
+    shapes = {name: (there, here) for name, there, here in info["mismatched_keys"]}
+    if odd := of_model(shapes):
+        there, here = (tuple(shape) for shape in shapes[odd[0]])
+        problem = f"{odd[0]} is {there} in the files, and config.json makes it {here}"
+    elif missing := of_model(info["missing_keys"]):
+        problem = f"the files lack {len(missing)} weights ({listed(missing, 3)})"
+        if unread := sorted(info["unexpected_keys"]):
+            problem += f" and have {len(unread)} of other names ({listed(unread, 3)})"
+    else:
+        if (unread := of_model(info["unexpected_keys"])) and not model.override_config:
+            warn_once(f"%s: has weights that are not read: {listed(unread, 5)}", path)
+        return module
+    fix = "give the files of this model"
+    if model.override_config:
+        fix = f"take {OVERRIDES}={model.override_config} back, or {fix}"
+    raise InputError(f"{MODEL}={path}: {problem}; {fix}")
 
 
 def _switch_off_noise(config: Any) -> list[tuple[str, str, float]]:
@@ -392,7 +442,7 @@ def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> A
             path, trust_remote_code=model.trust_remote_code
         )
     changes = deepcopy(model.override_config) if overrides else {}
-    return _overridden(config, path, changes) if changes else config
+    return overridden(config, path, changes) if changes else config
 
 
 def config_changes(model: ModelConfig) -> dict[str, Any]:
@@ -403,84 +453,3 @@ def config_changes(model: ModelConfig) -> dict[str, Any]:
     before = _model_config(model, path, overrides=False).to_dict()
     after = _model_config(model, path).to_dict()
     return {name: value for name, value in after.items() if before.get(name) != value}
-
-
-def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
-    """Return the configuration that a ``config.json`` with these changes would give.
-
-    Raises InputError.
-    """
-    kind = type(config)
-    rope = getattr(config, "rope_parameters", None)
-    rope_fields = ROPE_FIELDS if rope else ()
-    for name in changes:
-        if not (hasattr(config, name) or name in rope_fields):
-            raise InputError(f"{OVERRIDES}.{name}: {kind.__name__} has no such field")
-    fields, _ = kind.get_config_dict(path)
-    # The pattern of layers is written back only if it is not derived from the window's fields
-    pattern = fields.pop("layer_types", None)
-    if pattern and getattr(kind.from_dict(dict(fields)), "layer_types", None) != pattern:
-        fields["layer_types"] = pattern
-    of_rope = {name: value for name, value in changes.items() if name in rope_fields}
-    others = {name: value for name, value in changes.items() if name not in rope_fields}
-    if of_rope:
-        fields = {name: value for name, value in fields.items() if name not in ROPE_FIELDS}
-        fields["rope_parameters"] = _rope_parameters(rope, of_rope)
-    for name, value in others.items():
-        before = fields.get(name)
-        if isinstance(before, dict) and isinstance(value, dict):
-            value = {**before, **value}
-        fields[name] = value
-    try:
-        result = kind.from_dict(fields)
-    except Exception as error:  # each class checks its fields in its own way
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{OVERRIDES}={changes}: {kind.__name__} refuses it ({reason}); give what its "
-            "config.json may hold"
-        ) from error
-    result.name_or_path = path
-    _check_overrides(result, others)
-    return result
-
-
-def _check_overrides(result: Any, changes: Mapping[str, Any]) -> None:
-    """Raise InputError for a change that the configuration did not take over."""
-    kind = type(result).__name__
-    for name, value in changes.items():
-        if not isinstance(value, dict) and getattr(result, name, value) != value:
-            raise InputError(
-                f"{OVERRIDES}.{name}={value}: {kind} makes {getattr(result, name)} of it; set the "
-                "field that it depends on too (sliding_window needs use_sliding_window)"
-            )
-    window = changes.get("sliding_window")
-    kinds_of_layers = getattr(result, "layer_types", None)
-    if window and kinds_of_layers and "sliding_attention" not in kinds_of_layers:
-        raise InputError(
-            f"{OVERRIDES}.sliding_window={window}: no layer of {kind} has a window; lower "
-            "max_window_layers too"
-        )
-
-
-def _rope_parameters(rope: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of rotary positions.
-
-    ``rope_scaling`` replaces all of them except the base and the share of a head that is rotated.
-    """
-    parameters = changes.get("rope_parameters", changes.get("rope_scaling", rope))
-    parameters = dict(parameters or {"rope_type": "default"})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        if parameters.keys() != rope.keys() or "rope_theta" in changes:
-            raise InputError(
-                f"{OVERRIDES}: positions differ by kind of layer here ({', '.join(rope)}); give "
-                "rope_parameters with each of them"
-            )
-        return parameters
-    if "type" in parameters:  # the name in older files
-        parameters["rope_type"] = parameters.pop("type")
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            parameters.setdefault(name, rope[name])
-    if "rope_theta" in changes:
-        parameters["rope_theta"] = changes["rope_theta"]
-    return parameters

@@ -75,6 +75,18 @@ class ScoreError(ValueError):
     """A reward function returned something that is no score; the message says what to return."""
 
 
+def _examples(module: Any, where: str) -> tuple[tuple[str, Any, float], ...]:
+    """Return a module's ``EXAMPLES``. Raises InputError for a variable of another meaning."""
+    examples = getattr(module, "EXAMPLES", ())
+    try:
+        return tuple((text, ground_truth, float(acc)) for text, ground_truth, acc in examples)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{CUSTOM}.path={where}: EXAMPLES must be a list of (answer, ground_truth, acc) on "
+            f"which the function is tried ({error}); rename yours"
+        ) from error
+
+
 class CustomFunction:
     """A user's function, by default named ``compute_score``.
 
@@ -108,7 +120,7 @@ class CustomFunction:
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
             trace = traceback.format_exc(limit=-3).rstrip()
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
-        self.examples = tuple(getattr(module, "EXAMPLES", ()))
+        self.examples = _examples(module, where)
         # The source of the module names the special tokens that the function looks for
         self.code = "".join(linecache.getlines(str(module.__file__)))
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
@@ -120,7 +132,7 @@ class CustomFunction:
             if self.known[1] not in self.arguments:
                 raise TypeError(f"it has no argument {self.known[1]}")
             signature.bind(**dict.fromkeys(self.arguments), **self.kwargs)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # some built-in functions have no signature
             arguments = ", ".join([*self.known, *self.kwargs])
             raise InputError(
                 f"{CUSTOM}.name={name}: is called by name with ({arguments}), which it refuses: "

@@ -18,7 +18,7 @@ methods arguments, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}
 gets what else stands there; without it, none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from core.config.code_by_path import absent, load_object
 from core.errors import InputError
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+# Of tools_kwargs; verl's calc_reward_kwargs have no effect here: the scorer rewards an episode
+TOOL_ARGUMENTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwargs")
 
 
 class ToolError(Exception):
@@ -167,6 +169,20 @@ class ListedClass(BaseModel):
         return kind({**self.config, "name": user})
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is written twice is an error: the first value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping. Raises ConstructorError for a key that stands in it twice."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                what = f"found duplicate key {key.value!r}"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
     """Return the tools or users of a file by name, in its order; none without a file.
 
@@ -176,9 +192,11 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
         return {}
     where = f"{base.KEY}={path}"
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{where}: cannot be read ({error})") from error
+        content = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), UniqueKeys)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(
+            f"{where}: cannot be read ({one_line_of(error)}); write YAML in UTF-8"
+        ) from error
     entries = content.get(base.SECTION) if isinstance(content, Mapping) else content
     if not isinstance(entries, list) or not entries:
         rule = f"must hold a list under {base.SECTION!r}"
@@ -188,6 +206,8 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
     for number, entry in enumerate(entries):
         try:
             member = ListedClass.model_validate(entry).make(base, Path(path))
+            if not member.name:
+                raise ValueError("its name is empty")
             if member.name in by_name:
                 raise ValueError(f"a second one is named {member.name!r}")
             by_name[member.name] = member
@@ -213,17 +233,31 @@ def chosen_tools(
     """Return the tools of an example. Raises ValueError for a tool that the file lacks."""
     names = extra_info.get("tool_selection")
     arguments = extra_info.get("tools_kwargs") or {}
-    if isinstance(names, str) or not isinstance(arguments, Mapping):
-        raise ValueError(
-            "extra_info.tool_selection must be a list of names, and tools_kwargs a struct"
-        )
-    if names is None:
-        return dict(tools)
-    unknown = [name for name in names if name not in tools]
-    if unknown:
-        has = f"{BaseTool.KEY} has {', '.join(tools)}"
+    is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    if isinstance(names, str) or not (names is None or is_list):
+        raise ValueError("extra_info.tool_selection must be a list of names")
+    _check_arguments(arguments)
+    # A parquet file gives each row the fields of all rows, with nulls in them
+    asked = [*(names or ()), *(name for name, given in arguments.items() if given is not None)]
+    if unknown := [name for name in dict.fromkeys(asked) if name not in tools]:
+        has = f"{BaseTool.KEY} has {', '.join(tools) or 'none'}"
         raise ValueError(f"extra_info asks for {', '.join(unknown)}; {has}")
-    return {name: tools[name] for name in names}
+    return dict(tools) if names is None else {name: tools[name] for name in names}
+
+
+def _check_arguments(arguments: Any) -> None:
+    """Raise ValueError for ``tools_kwargs`` that are not structs of a tool's arguments."""
+    if not isinstance(arguments, Mapping):
+        raise ValueError("extra_info.tools_kwargs must be a struct")
+    for name, given in arguments.items():
+        where = f"extra_info.tools_kwargs.{name}"
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f"{where} must be a struct of {', '.join(TOOL_ARGUMENTS)}")
+        for key, value in (given or {}).items():
+            if key not in TOOL_ARGUMENTS and value is not None:
+                raise ValueError(f"{where} has {key}, and not one of {', '.join(TOOL_ARGUMENTS)}")
+            if not isinstance(value, Mapping | None):
+                raise ValueError(f"{where}.{key} must be a struct")
 
 
 def chosen_user(
@@ -234,7 +268,7 @@ def chosen_user(
     if arguments is None:
         return None
     name = arguments.get("name") if isinstance(arguments, Mapping) else None
-    if name not in users:
+    if not isinstance(name, str) or name not in users:
         has = f"{BaseInteraction.KEY} has {', '.join(users) or 'none'}"
         raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {has}")
     return users[name]

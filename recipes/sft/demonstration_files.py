@@ -25,6 +25,7 @@ import numpy as np
 
 from core.data import vocabulary
 from core.data.parquet import (
+    CHAT_AS_TEXT,
     JSON_LINES,
     LINE_ERRORS,
     LINE_FIX,
@@ -187,8 +188,11 @@ class DemonstrationFiles:
         arguments = {}
         if row.get(config.tools_key):
             arguments["tools"] = _tools(row[config.tools_key], config.tools_key)
-        if row.get(config.enable_thinking_key) is not None:
-            arguments["enable_thinking"] = row[config.enable_thinking_key]
+        if (thinking := row.get(config.enable_thinking_key)) is not None:
+            if not isinstance(thinking, bool):
+                rule = f"{config.enable_thinking_key} must be true or false, not {thinking!r}"
+                raise DemonstrationError(rule, "write a boolean, or leave the column out")
+            arguments["enable_thinking"] = thinking
         writer = self.writer.with_arguments(**arguments)
         if config.messages_key in row:
             return writer.chat(_messages(row[config.messages_key], config.messages_key, nested))
@@ -196,6 +200,9 @@ class DemonstrationFiles:
         response = _value(row, config.response_key)
         if not isinstance(prompt, str):
             prompt = _messages(prompt, config.prompt_key, nested)
+        elif CHAT_AS_TEXT.match(prompt):
+            rule = f"{config.prompt_key} must not be a chat that was written as text"
+            raise DemonstrationError(rule, "write a list of messages")
         elif arguments:
             names = ", ".join(arguments)
             rule = f"a plain prompt goes through no chat template, which would read {names}"
@@ -310,7 +317,7 @@ def _read_table(path: str, file: Path, config: DemonstrationConfig) -> TableRows
         names = set(table.schema_arrow.names)
         columns = _columns(path, names, config)
         image = config.image_key
-        if image in names and table.read(columns=[image])[0].null_count < table.metadata.num_rows:
+        if image in names and any(table.read(columns=[image])[0].to_pylist()):
             raise InputError(_pictures(path, config))
         return TableRows(table.read(columns=columns))
     except (pa.ArrowInvalid, OSError) as error:

@@ -142,6 +142,8 @@ class Writer:
 
         Raises DemonstrationError for those of another tokenizer.
         """
+        if missing := [name for name in IDS if row[name] is None]:
+            raise DemonstrationError(f"{missing[0]} is null", "fill it or leave the row out")
         prompt, response, mask = (list(row[name]) for name in IDS)
         if len(response) != len(mask):
             rule = "response_ids and response_mask differ in length"

@@ -125,6 +125,18 @@ def test_a_dry_run_refuses_what_a_start_would(tmp_path, monkeypatch, capsys, spo
 
 
 @pytest.mark.parametrize(
+    "key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"]
+)
+def test_a_dry_run_imports_a_user_s_functions(tmp_path, monkeypatch, capsys, key):
+    prepare(tmp_path)
+    (tmp_path / "mine.py").write_text("import nobody_has_this\n")
+    trainer = "core.ray_trainer:RayPPOTrainer"
+    keys = (f"{key}={tmp_path}/mine.py:mine",)
+    status, _, err = dry(tmp_path, monkeypatch, capsys, trainer, *keys)
+    assert status == 2 and "nobody_has_this" in err
+
+
+@pytest.mark.parametrize(
     ("keys", "key"),
     [
         (["data.max_response_length=240"], "data.max_prompt_length"),  # a model of 256 positions

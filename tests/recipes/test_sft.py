@@ -296,10 +296,22 @@ def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
 
 
 def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path, subtests):
+    ids = {"response_ids": [6], "response_mask": [True], "prompt": tokenizer().decode([5])}
+    rows = [{"prompt_ids": [5], **ids}, {"prompt_ids": None, **ids}]
+    with pytest.raises(InputError, match=r"prompt_ids is null in 1 row \(1\)"):
+        loaded(write_rows(tmp_path / "null.parquet", rows))
     for row, says in [
         ({"text": "x"}, "has neither chats nor answers"),
         ({"prompt": "x", "response": " "}, "response must be text, and not empty"),
         ({"prompt": "", "response": "x"}, "has no prompt"),
+        (
+            {"prompt": '[{"role": "user", "content": "hi"}]', "response": "yo"},
+            "prompt must not be a chat that was written as text",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "response": "b", "enable_thinking": "f"},
+            "enable_thinking must be true or false, not 'f'",
+        ),
         (
             {
                 "prompt_ids": [5],
@@ -318,7 +330,9 @@ def test_pictures_are_not_left_out_unnoticed(tmp_path):
     row = {"prompt": "x", "response": "y", "images": [{"bytes": b"x", "path": None}]}
     with pytest.raises(InputError, match=r"column 'images' \(data.image_key\) holds pictures"):
         loaded(write_rows(tmp_path / "x.parquet", [row, {**row, "images": None}]))
-    assert len(loaded(write_rows(tmp_path / "y.parquet", [{**row, "images": None}]))) == 1
+    for none in (None, []):
+        rows = [{**row, "images": none}]
+        assert len(loaded(write_rows(tmp_path / "y.parquet", rows))) == 1
 
 
 # --- the objective ---

@@ -93,6 +93,33 @@ def test_a_module_that_is_not_there_is_named_with_what_to_do(tmp_path, text, adv
         CustomFunction(f"{tmp_path}/mine.py")
 
 
+@pytest.mark.parametrize("where", ["mine.py", "mine"])
+def test_a_module_that_exits_while_it_is_imported_does_not_end_the_run(
+    tmp_path, monkeypatch, where
+):
+    """With status 0 a scheduler would take it for a success."""
+    write(tmp_path, {"mine.py": "import sys\nsys.exit(0)\n"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=r"^key=mine.*SystemExit\(0\); put what it runs under if"):
+        load_object(f"{where}:function", "key")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("EXAMPLES = ['Q: 2+3 A: 5']\n", "EXAMPLES must be a list of .*rename yours"),
+        ("EXAMPLES = 5\n", "EXAMPLES must be a list of .*rename yours"),
+        ("compute_score = max\n", "which it refuses"),
+    ],
+)
+def test_a_variable_of_another_meaning_in_a_reward_file_is_named(tmp_path, text, said):
+    mine = f"def compute_score(solution_str):\n    return 0\n{text}"
+    write(tmp_path, {"mine.py": mine})
+    with pytest.raises(InputError, match=f"(?s)^custom_reward_function.*{said}"):
+        CustomFunction(f"{tmp_path}/mine.py")
+
+
 def test_a_list_of_tools_names_classes_of_its_project(tmp_path):
     files = {"setup.py": "", "my_tools/dice.py": "class Dice:\n    pass\n", "config/tools.yaml": ""}
     file = write(tmp_path, files) / "config" / "tools.yaml"

@@ -144,6 +144,16 @@ def test_of_two_values_of_a_key_the_last_counts_and_a_line_tells():
     assert not examine("grpo", ["preset=paper", "preset=paper"]).warnings
 
 
+def test_a_second_file_in_place_of_the_recipe_s_is_refused():
+    with pytest.raises(InputError, match="^--config-name=b: names a second file"):
+        examine("grpo", ["--config-name=a", "--config-name=b"])
+
+
+def test_a_number_in_quotes_is_told_to_be_text():
+    (problem,) = examine("grpo", ['data.seed="1"']).problems
+    assert problem.startswith("data.seed=1: must be a valid integer, and is text: take the quotes")
+
+
 def test_a_preset_that_a_file_names_lies_under_the_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("preset: paper\ntrainer: {seed: 4}\n")
     file = [f"--config-path={tmp_path}", "--config-name=mine"]

@@ -160,8 +160,12 @@ def test_rows_that_are_fine_though_they_look_odd(tmp_path):
         plain_row(1, reward_model=model),
         plain_row(2, extra_info=None, videos=[]),
     ]
+    rows += [
+        plain_row(number, text=text)
+        for number, text in enumerate(('{"content": 1} is JSON. What is x?', "{x: 1}"), start=3)
+    ]
     good, lines = problems_of(tmp_path / "a.parquet", *rows)
-    assert (len(good), lines) == (3, [])
+    assert (len(good), lines) == (5, [])
     called = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     (one,), lines = problems_of(tmp_path / "b.parquet", plain_row(0, prompt=called))
     assert (one.prompt, lines) == (tuple(called), [])
@@ -173,9 +177,15 @@ def test_rows_that_are_fine_though_they_look_odd(tmp_path):
         (dict(prompt=3), "prompt must be a string or a list of messages in 1 row (0: int)"),
         (dict(extra_info="x"), "extra_info must be a struct in 1 row (0: str)"),
         (dict(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "prompt must hold text"),
-        (
-            dict(text='[{"role": "user", "content": "q"}]'),
-            "prompt must not be a chat that was written as text",
+        *(
+            (dict(text=text), "prompt must not be a chat that was written as text")
+            for text in (
+                '[{"role": "user", "content": "q"}]',
+                "[{'role': 'user', 'content': 'q'}]",
+                '[{"name": "x", "role": "user", "content": "q"}]',
+                '{"role": "user", "content": "q"}',
+                '{"messages": [{"role": "user", "content": "q"}]}',
+            )
         ),
         (dict(images="a.png"), "images must be a list of pictures in 1 row (0: str)"),
         (
@@ -187,6 +197,15 @@ def test_rows_that_are_fine_though_they_look_odd(tmp_path):
 def test_wrong_types_and_media_are_refused(tmp_path, row, said):
     _, (line,) = problems_of(tmp_path / "a.parquet", plain_row(0, **row))
     assert said in line
+
+
+def test_a_ground_truth_that_pandas_lacks_is_missing(tmp_path):
+    rows = [
+        plain_row(number, reward_model={"style": "rule", "ground_truth": truth})
+        for number, truth in enumerate((1.0, float("nan")))
+    ]
+    good, (line,) = problems_of(tmp_path / "a.parquet", *rows)
+    assert len(good) == 1 and "ground_truth must be given" in line and "row (1" in line
 
 
 def test_many_problems_are_ten_and_a_count(tmp_path):

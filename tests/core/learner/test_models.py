@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from core.errors import InputError
 from core.learner.batching import MicroBatchSize
 from core.learner.models import (
     config_changes,
+    load_critic,
     load_policy,
     load_tokenizer,
     positions,
@@ -245,6 +247,36 @@ def test_an_override_that_the_model_refuses_is_one_line(base, override):
         r"it",
     ):
         loaded(base, **override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "yarrn", "factor": 2.0}}, "can be built with it"),
+        ({"intermediate_size": 100}, "in the files, and config.json makes it"),
+        ({"num_hidden_layers": 4}, "the files lack"),
+        ({"model_type": "llama"}, "model_type=llama: is the kind of model"),
+        ({"architectures": ["X"]}, "is the kind of model"),
+    ],
+)
+def test_an_override_that_the_weights_do_not_bear_is_refused(base, override, said):
+    with pytest.raises(InputError, match=rf"override_config[.=].*{said}|{said}.*override_config="):
+        loaded(base, **override)
+
+
+def test_weights_that_the_files_lack_are_not_drawn_at_random(base, tmp_path):
+    for name, change in (
+        ("lacks", lambda weights: {k: v for k, v in weights.items() if "1.mlp.down" not in k}),
+        ("ddp", lambda weights: {f"module.{k}": v for k, v in weights.items()}),
+    ):
+        shutil.copytree(base, tmp_path / name)
+        weights = load_file(base / "model.safetensors")
+        save_file(change(weights), tmp_path / name / "model.safetensors", {"format": "pt"})
+        with pytest.raises(InputError, match=rf"model\.path=.*{name}: the files lack \d+ weights"):
+            loaded(tmp_path / name)
+    load_critic(ModelConfig(path=str(base)), seed=1)  # its head is new
+    with pytest.raises(InputError, match="the files lack 1 weights"):
+        load_critic(ModelConfig(path=str(tmp_path / "lacks")), seed=1)
 
 
 SHAPE = {

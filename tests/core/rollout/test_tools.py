@@ -60,6 +60,11 @@ def test_all_problems_of_a_file_come_together(tmp_path):
     for line, (number, said) in zip(found, expected, strict=True):
         assert f"tool_config_path={tmp_path}/file.yaml: tools[{number}]: " in line and said in line
     assert "cannot be read" in problems_of(tmp_path, "tools: [")[0]
+    twice = f"tools:\n  - class_name: {__file__}:Echo\n"
+    assert "found duplicate key 'tools'" in problems_of(tmp_path, twice * 2)[0]
+    (tmp_path / "latin.yaml").write_bytes(b"tools: [\xe9]")
+    with pytest.raises(InputError, match="latin.yaml: cannot be read.*write YAML in UTF-8"):
+        load_listed(tmp_path / "latin.yaml", BaseTool)
     (unread,) = problems_of(
         tmp_path, f"- class_name: {__file__}:PoliteInteraction\n", BaseInteraction
     )
@@ -89,6 +94,16 @@ def test_an_example_chooses_its_tools(tmp_path):
         ),
     ):
         assert list(chosen_tools(tools, extra)) == names
-    for extra in ({"tool_selection": ["other"]}, {"tool_selection": "echo"}, {"tools_kwargs": [1]}):
+    for extra in (
+        {"tool_selection": ["other"]},
+        {"tool_selection": "echo"},
+        {"tool_selection": 5},
+        {"tool_selection": [{"name": "echo"}]},
+        {"tools_kwargs": [1]},
+        {"tools_kwargs": {"ecko": {"create_kwargs": {}}}},
+        {"tools_kwargs": {"echo": "x"}},
+        {"tools_kwargs": {"echo": {"create_kwarg": {}}}},
+        {"tools_kwargs": {"echo": {"create_kwargs": "x"}}},
+    ):
         with pytest.raises(ValueError, match="extra_info"):
             chosen_tools(tools, extra)
