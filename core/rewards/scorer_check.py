@@ -19,6 +19,11 @@ from reward_scores.unit_tests import SandboxOptions
 
 log = logging.getLogger(__name__)
 
+STANDARD_LIBRARY = (
+    "programs have Python's standard library alone: a program that imports numpy fails and scores "
+    "0; reward_model.sandbox_fusion.url names a server with other packages"
+)
+
 Row = Prompt | Example
 Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 
@@ -114,6 +119,7 @@ class ScorerCheck:
         if "prime_code" in scorer_names and "sandbox_fusion" not in options:
             # Report how programs are isolated on this machine
             print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
+            print(STANDARD_LIBRARY, flush=True)
         if self.layer.judge is not None:
             self.layer.judge.check()
         return known

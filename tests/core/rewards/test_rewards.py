@@ -524,7 +524,8 @@ def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, c
         monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
     layer = make_layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}})
     check_scorers(layer, [prompt("apps", {"inputs": ["1"], "outputs": ["1"]})])
-    assert "isolation: none" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "isolation: none" in told and "a program that imports numpy" in told
 
 
 def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
