@@ -297,6 +297,7 @@ def brief(text: str) -> str:
 
 # --- from an untyped tree ---
 
+QUOTED = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", re.IGNORECASE)  # a number, or a switch
 RULE_UNKNOWN = "unknown key"
 RULE_SECTION = "is a section of the configuration"
 
@@ -336,9 +337,8 @@ def _rule(details: Mapping[str, Any]) -> str:
     # pydantic's messages begin with "Input should be "; its list of literals lacks "one of"
     must = "must be one of " if details["type"] == "literal_error" else "must be "
     rule = details["msg"].replace("Input should be ", must)
-    if details["type"] in ("int_type", "float_type", "bool_type") and isinstance(
-        details["input"], str
-    ):
+    given, of_number = details["input"], details["type"] in ("int_type", "float_type", "bool_type")
+    if of_number and isinstance(given, str) and QUOTED.fullmatch(given):
         rule += ", and is text: take the quotes away"
     if details["type"] == "string_type":
         rule += " (quote a text that YAML reads as another type: key=\"'1e-6'\")"
