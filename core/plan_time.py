@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.config.schema import Config
+from core.config.section import FULL_PRECISION
 from core.learner.step_settings import needs_old_log_probs
 from core.model_shapes import TABLE, Shape, shape_of
 
@@ -17,7 +18,8 @@ GENERATE = "generate"
 LOG_PROBS = "log-probs"
 UPDATE = "update"
 REST = "the rest"
-CORE_FLOPS = 130e9  # of a core with AVX-512
+CORE_FLOPS = {"float32": 130e9, "bfloat16": 195e9}  # of a core with AVX-512 (and its BF16)
+WIDE = 512  # columns of a layer from which on products reach their share of a core's peak
 HOST_BYTES = 10e9  # a second, from the memory of a machine with few cores
 CPU_LAYER_S = 1e-3  # least time of a layer in a step of decoding: calls, not arithmetic
 GPU_LAYER_S = 50e-6
@@ -62,6 +64,7 @@ class Work:
     drawn_ratio: float = 1.0
     generates: bool = True
     on_cpu: bool = False
+    shares_prompts: bool = False  # a pass reads a prompt once for all of its answers
     mean_answer: int | None = None  # tokens, if somebody knows
 
     def lengths(self, assumed: Assumed) -> tuple[float, float]:
@@ -73,8 +76,9 @@ class Work:
     def seconds(self, assumed: Assumed) -> dict[str, float]:
         """Return phase -> seconds of a step."""
         prompt, answer = self.lengths(assumed)
-        sequences = self.prompts * self.answers
-        forward = sequences * (prompt + answer) * self._token_flops(prompt + answer)
+        of_prompt = prompt if self.shares_prompts else prompt * self.answers
+        tokens = self.prompts * (of_prompt + self.answers * answer)
+        forward = tokens * self._token_flops(prompt + answer)
         power = self.devices * self.flops * assumed.arithmetic
         times = {}
         if self.generates:
@@ -119,7 +123,9 @@ def work_of(
     data = config.data
     if gpu is None:
         cores = (os.cpu_count() or 1) / devices
-        speed = {"flops": CORE_FLOPS * cores, "bytes": HOST_BYTES / devices}
+        dtype = "float32" if roles.actor.fsdp_config.dtype in FULL_PRECISION else "bfloat16"
+        reached = min(1.0, shape.hidden / WIDE)
+        speed = {"flops": CORE_FLOPS[dtype] * cores * reached, "bytes": HOST_BYTES / devices}
         speed["layer_s"] = CPU_LAYER_S
     else:
         tera_flops, tera_bytes = TABLE["speeds"][gpu]
@@ -137,6 +143,7 @@ def work_of(
         answer_limit=data.max_response_length,
         devices=devices,
         on_cpu=gpu is None,
+        shares_prompts=generates and not shape.tower,
         log_prob_passes=passes,
         update_passes=4 if roles.model.enable_gradient_checkpointing else 3,
         models_trained=1 + config.has_critic,

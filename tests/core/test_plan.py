@@ -337,7 +337,9 @@ def test_two_published_runs_lie_in_the_range_that_would_have_been_said():
         assert fast < seconds < slow and 0.5 < likely / seconds < 2, devices
 
 
-@pytest.mark.parametrize("name", ["grpo/lab-seed1", "ppo/lab-seed1", "opd/real-seed1"])
+@pytest.mark.parametrize(
+    "name", ["grpo/lab-seed1", "ppo/lab-seed1", "grpo/real-instructions-seed2"]
+)
 def test_recorded_runs_on_two_cores_lie_in_the_range(name, monkeypatch):
     """Their time in the phases; a plan on a laptop is for the laptop."""
     monkeypatch.setattr(plan_time.os, "cpu_count", lambda: 2)
