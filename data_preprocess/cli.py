@@ -79,13 +79,14 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
     """Return the examples of each split, from a folder or from files.
 
     Names of files begin with ``train`` or ``test``. They are .jsonl, .json (a list) or .parquet,
-    which is not held in memory. A folder may be a snapshot of the hub's repository. With ``only``,
+    which is not held in memory. A folder may be a snapshot of the hub's repository, and a split may
+    have several files. With ``only``,
     every file belongs to that split, whatever its name.
     """
     if only:
         examples = [read_file(path) for path in _all_files(paths)]
         return {only: itertools.chain.from_iterable(examples)}
-    files: dict[str, Path] = {}
+    files: dict[str, list[Path]] = {}
     for text in paths:
         path = Path(text).expanduser()
         if path.is_dir():
@@ -98,8 +99,12 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
                 f"--local_dataset_path: {path} {problem}; give a folder, or train.jsonl and "
                 "test.jsonl"
             )
-        files[split] = path
-    return {split: read_file(files[split]) for split in SPLITS if split in files}
+        files.setdefault(split, []).append(path)
+    return {
+        split: itertools.chain.from_iterable([read_file(path) for path in files[split]])
+        for split in SPLITS
+        if split in files
+    }
 
 
 def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str, Iterable[Example]]:
@@ -233,7 +238,7 @@ def _make_rows(source: Source, examples: Iterable[Example], split: str) -> _Rows
     return made
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def _files_of(folder: Path) -> dict[str, list[Path]]:
     patterns = (
         "{}.jsonl",
         "{}.json",
@@ -247,7 +252,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
         for pattern in patterns:
             matches = sorted(folder.glob(pattern.format(split)))
             if matches:
-                files[split] = matches[0]
+                files[split] = matches
                 break
     if not files:
         names = ", ".join(pattern.format("train") for pattern in patterns)

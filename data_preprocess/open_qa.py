@@ -59,6 +59,11 @@ def answers_of(example: Example) -> list[str]:
         value = example.get(name)
         if isinstance(value, str) and name == "possible_answers":
             value = json.loads(value)  # PopQA holds a list as text
+        if isinstance(value, Mapping):  # SQuAD's and TriviaQA's own forms
+            named = [value.get(key) for key in ("value", "text", "aliases")]
+            value = [
+                one for part in named for one in ([part] if isinstance(part, str) else part or ())
+            ]
         answers += [value] if isinstance(value, str) else list(value or ())
     return list(dict.fromkeys(str(answer) for answer in answers if str(answer).strip()))
 

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,7 @@ def score(
     **server: Any,
 ) -> Score:
     """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where
-    all of them pass.
+    all of them pass. ``method="robust"`` reads, counts and compares as :mod:`unit_tests` does.
 
     ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed.
     ``server`` are fields of :class:`Server`. Raises FusionError under ``method="robust"`` where the
@@ -161,10 +161,16 @@ def score(
     tests = published_tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
+    same: Callable[[str, str], bool] = same_lines
+    if method == "robust":
+        read = unit_tests.read_tests(ground_truth, extra_info)
+        tests = {"inputs": read.inputs, "outputs": read.outputs, "fn_name": read.fn_name}
+        same = unit_tests.same_output
     end = time.monotonic() + total_timeout_s
     spare = min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
-    results, problems = check(Server(**server, end=end, spare=spare), source, tests)
-    counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
+    results, problems = check(Server(**server, end=end, spare=spare), source, tests, same)
+    few = continuous and method == "published"
+    counted = [result for result, _ in (results[:COUNTED] if few else results)]
     if not counted:
         return graded(False, source, **empty)
     if problems and method == "robust":
@@ -209,7 +215,17 @@ def published_tests(
 Result = tuple[bool | int, str]
 
 
-def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[Result], list[str]]:
+def same_lines(given: str, wanted: str) -> bool:
+    """Compare as published: all but the line breaks at the end."""
+    return given.rstrip("\n") == wanted.rstrip("\n")
+
+
+def check(
+    server: Server,
+    source: str,
+    tests: Mapping[str, Any],
+    same: Callable[[str, str], bool] = same_lines,
+) -> tuple[list[Result], list[str]]:
     """Return every test's result, and the server's failures."""
     inputs = list(tests["inputs"])
     outputs = list(tests["outputs"])
@@ -227,7 +243,7 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
     client = server.client()
     answers = client.submit(run_all()).result()
     results = [
-        read_answer(answer, problem, str(out))
+        read_answer(answer, problem, str(out), same)
         for (answer, problem), out in zip(answers, outputs, strict=True)
     ]
     problems = [
@@ -249,7 +265,9 @@ def after_compilation(results: Sequence[Result]) -> list[Result]:
     ]
 
 
-def read_answer(answer: Any, problem: str, wanted: str) -> Result:
+def read_answer(
+    answer: Any, problem: str, wanted: str, same: Callable[[str, str], bool] = same_lines
+) -> Result:
     """Return the result of a test that expects the output ``wanted``, from one answer of the
     server."""
     if problem:
@@ -264,7 +282,7 @@ def read_answer(answer: Any, problem: str, wanted: str) -> Result:
         case "Failed":
             return _failed(run, compilation)
         case "Success" if run.get("status") == "Finished":
-            right = str(run.get("stdout") or "").rstrip("\n") == wanted.rstrip("\n")
+            right = same(str(run.get("stdout") or ""), wanted)
             return (True, "success") if right else (False, "wrong_answer")
         case "Success":
             return -1, "unexpected_success_state"

@@ -129,7 +129,8 @@ class ChatSession:
         self.completions: list[Completion] = []
         self.episodes: list[Episode] = []  # the trajectories
         self.counts: Counter[str] = Counter()
-        self.is_full = False  # a request did not fit
+        self.is_full = False  # the last request did not fit
+        self.was_full = False  # one did not: the episode counts as cut short
         self.error: Exception | None = None  # of the engine: it ends the run
         self._tasks: set[asyncio.Task] = set()  # requests in flight
         self._idle_since = time.monotonic()
@@ -171,6 +172,7 @@ class ChatSession:
         try:
             await self._end_thinking()
             messages, episodes = self._begin_answers(ask)
+            self.is_full = False  # the agent goes on with something that fits
             if ask.n == 1:  # without a task of its own: an exact engine sees its end at once
                 completions = [await self._answer(episodes[0], messages, ask)]
             else:
@@ -253,7 +255,7 @@ class ChatSession:
     def _fitting(self, ids: list[int]) -> list[int]:
         """Return the ids if at least one token may follow them. Raises Refused."""
         if len(ids) >= self.most_tokens:
-            self.is_full = True
+            self.is_full = self.was_full = True
             rule = f"have {len(ids)} tokens; {self.most_tokens} hold them and an answer"
             raise Refused("messages", rule, "context_length_exceeded")
         return ids
@@ -327,7 +329,7 @@ class ChatSession:
             )
             return dataclasses.replace(unasked, response_mask=np.zeros(1, np.bool_))
         last = self.completions[-1].episode
-        if self.is_full:
+        if self.was_full:
             last.cut_short()
         branches = [each.trajectory() for each in self.episodes if each.turns and each is not last]
         return dataclasses.replace(

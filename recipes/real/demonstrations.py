@@ -47,7 +47,9 @@ def write_demonstrations(answers: Path, out: Path, number: int) -> Written:
     """Write the demonstrations of a file of answers. Raises InputError for a file without
     answers."""
     try:
-        lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line) for line in answers.read_text(encoding="utf-8").split("\n") if line
+        ]
     except (OSError, json.JSONDecodeError) as error:
         fix = "make it with python -m core.evaluate generate"
         raise InputError([f"{answers}: cannot be read as answers ({error}); {fix}"]) from error

@@ -101,7 +101,7 @@ class AnsweredModel:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def log_likelihoods(path: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[float]:

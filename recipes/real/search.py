@@ -69,7 +69,9 @@ def corpus() -> Iterator[str]:
     path = data_file(OTHER_FILE, OTHER_SOURCE)
     try:
         others = [
-            json.loads(line)["contents"] for line in path.read_text(encoding="utf-8").splitlines()
+            json.loads(line)["contents"]
+            for line in path.read_text(encoding="utf-8").split("\n")
+            if line
         ]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(

@@ -219,7 +219,11 @@ def render(results: Path, summaries: Sequence[Summary]) -> str:
 
 def by_hardest_source(summaries: Sequence[Summary]) -> list[Experiment]:
     """Return each experiment once: its mean accuracy on its last, hardest data source."""
-    last = {each.name: each for each in experiments(summaries) if each.metric.startswith("mean@")}
+    last = {
+        tuple(run["name"] for run in each.runs): each  # two experiments may share a name
+        for each in experiments(summaries)
+        if each.metric.startswith("mean@")
+    }
     return list(last.values())
 
 

@@ -12,6 +12,7 @@ import pytest
 from core.data.parquet import ExampleFile
 from core.errors import Problems
 from data_preprocess import nq_hotpotqa, qa_test_sets
+from data_preprocess.open_qa import answers_of
 from data_preprocess.search_r1_prompts import R1_PROMPT, SEARCH_PROMPT
 
 FORMS = {  # what the sets look like where they are published
@@ -184,3 +185,11 @@ def test_what_is_missing_or_broken_is_said(tmp_path, folder, capsys):
     )
     assert qa_test_sets.main([*given[:3], "nq=/no/such/file", "--sets", "nq"]) == 2
     assert "/no/such/file: there is no such file" in capsys.readouterr().err
+
+
+def test_answers_that_stand_in_a_mapping_are_its_values():
+    squad = {"answers": {"text": ["Paris"], "answer_start": [3]}}
+    trivia = {"answer": {"value": "Paris", "aliases": ["City of Light"]}}
+    assert answers_of(squad) == ["Paris"]
+    assert answers_of(trivia) == ["Paris", "City of Light"]
+    assert answers_of({"answer": {"other": "Paris"}}) == []

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_preprocess import aime, dapo_math, gsm8k, math_dataset
-from data_preprocess.cli import run
+from data_preprocess.cli import read_local, run
 
 SLICES = Path(__file__).parents[1] / "data"
 ROOT = SLICES.parents[1]
@@ -38,6 +38,18 @@ def local(tmp_path):
 
 def read(path):
     return pq.read_table(path).to_pylist()
+
+
+def test_all_files_of_a_split_are_read(tmp_path):
+    names = [f"train-{number:05d}-of-00002.parquet" for number in range(2)]
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for number, name in enumerate(names):
+        row = {"question": f"q{number}", "answer": f"#### {number}"}
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "hub" / "data" / name)
+    by_name = [str(tmp_path / "hub" / "data" / name) for name in names]
+    for given in ([str(tmp_path / "hub")], by_name):
+        splits = read_local(given)
+        assert [row["question"] for row in splits["train"]] == ["q0", "q1"]
 
 
 def test_gsm8k_rows_are_verl_s(local, capsys):

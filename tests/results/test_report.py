@@ -229,15 +229,18 @@ def test_a_new_seed_joins_published_ones_that_another_version_wrote(tmp_path):
         shutil.copytree(LAB / f"lab-seed{seed}", results / "grpo" / f"lab-seed{seed}")
     another_seed(results / "grpo" / "lab-seed4", 4, "trainer.test_freq=10")
     another_seed(results / "grpo" / "lab-seed5", 5, "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    another_seed(results / "grpo" / "lab-seed7", 7, "actor_rollout_ref.actor.clip_ratio_high=0.28")
     # A key of a later version, say
     another_seed(results / "grpo" / "lab-seed6", 6, drop="resume_with_changes")
     runs = [load_run(path) for path in sorted((results / "grpo").iterdir())]
     assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [
         [1, 2, 3, 4, 6],
-        [5],
+        [5, 7],
     ]
     found = result_tables.experiments(result_tables.read_summaries(results))
-    assert [[run["seed"] for run in each.runs] for each in found] == [[1, 2, 3, 4, 6], [5]]
+    assert [[run["seed"] for run in each.runs] for each in found] == [[1, 2, 3, 4, 6], [5, 7]]
+    assert len({each.name for each in found}) == 1
+    assert len(result_tables.by_hardest_source(result_tables.read_summaries(results))) == 2
 
 
 def test_runs_of_two_bases_are_two_experiments():

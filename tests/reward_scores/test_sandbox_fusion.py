@@ -90,6 +90,16 @@ def test_functions_are_called_on_the_server(url):
     ).value == pytest.approx(1 / 3)
 
 
+def test_robust_reads_counts_and_compares_as_it_does_without_a_server(url):
+    lines = {"inputs": [["1", "2"]], "outputs": [["3"]]}
+    source = fenced("print(int(input()) + int(input()), end=' ')")
+    assert sandbox_fusion.score(source, lines, method="robust", url=url).acc == 1
+    many = {"inputs": [str(n) for n in range(11)], "outputs": [*map(str, range(10)), "x"]}
+    echo = fenced("print(input())")
+    assert sandbox_fusion.score(echo, many, url=url).acc == 1  # the first ten, as published
+    assert sandbox_fusion.score(echo, many, method="robust", url=url).acc == 0
+
+
 def test_a_gateway_timeout_is_tried_again(monkeypatch):
     monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.01)
     one = {"inputs": [""], "outputs": ["recited\n"]}

@@ -225,6 +225,25 @@ def test_a_full_context_is_the_policy_s_fault():
     assert len(trajectory.prompt_ids) + len(trajectory.response_ids) <= 3000
 
 
+def test_an_agent_that_goes_on_after_a_full_context_answers_for_its_own_faults():
+    async def agent(prompt, client):
+        messages = list(prompt.messages)
+        try:
+            while True:
+                (message,) = await ask(client, messages)
+                messages += [message, {"role": "user", "content": "more"}]
+        except openai.BadRequestError:
+            await ask(client, list(prompt.messages))
+        if fault:
+            raise KeyError("lost")
+        return 1.0
+
+    for fault in (True, False):
+        (trajectory,) = Playing(agent, lambda request: "x" * 1400).trajectories()
+        assert ("KeyError: 'lost'" in trajectory.failure) == fault
+        assert trajectory.truncated  # the episode counts as cut short (recipes/agents)
+
+
 def test_the_completions_of_an_episode_are_bounded():
     async def agent(prompt, client):
         while True:

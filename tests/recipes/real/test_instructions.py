@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from core.errors import InputError
 from recipes.real.demonstrations import demonstrations, write_demonstrations
 from recipes.real.instructions import HELD_OUT, TRAIN, WORDING, instructions_of, opening, rewrite
+from recipes.real.report import _lines
 from reward_scores import scorer_for
 from reward_scores.instructions import CHECKS
 
@@ -59,6 +61,17 @@ def test_demonstrations_are_of_training_topics_and_differ():
     for line in rows:
         assert scorer(line["response"], line["reward_model"]["ground_truth"]).value == 1
         assert any(opening(topic) in line["prompt"][0]["content"] for topic in TRAIN.topics[:20])
+
+
+def test_a_separator_in_an_answer_ends_no_line(tmp_path):
+    answer = {
+        "prompt": f"<user>{opening(TRAIN.topics[0])}</user>",
+        "response": f"{TEXT}\u2028x\x85",
+    }
+    line = json.dumps(answer, ensure_ascii=False) + "\n"
+    (tmp_path / "answers.jsonl").write_text(line, encoding="utf-8")
+    write_demonstrations(tmp_path / "answers.jsonl", tmp_path / "out.parquet", 1)
+    assert _lines(tmp_path / "answers.jsonl") == [answer]
 
 
 def test_a_file_that_holds_no_answers_is_an_input_error(tmp_path):
