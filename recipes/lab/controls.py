@@ -12,8 +12,10 @@ from reward_scores import hops, random_reward
 def with_rewards_of_others(trainer: type) -> type:
     """Return the trainer with a planted bug: each answer trains on the score of the next one.
 
-    The last answer has the first one's score. Answers of a group are drawn independently,
-    so that no reward depends on its answer, while the rewards of a batch stay what they were.
+    The last answer has the first one's score. The next one mostly answers the same question. So a
+    group's mean still holds an answer's own score, and advantages that subtract it turn against the
+    true ones, at a weight of 1 / (n - 1): the control asks whether the rewards matter, and not what
+    noise does, which :func:`coin` shows.
     """
 
     class RewardsOfOthers(trainer):
