@@ -207,7 +207,9 @@ def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise InputError(
             f"{path}: holds {len(answers)} of {expected} answers; repeat its generate command"
         )
-    return manifest, list(answers.values())
+    # A process that was killed behind its last answer has left them in the order of their ends
+    order = sorted(answers, key=lambda key: (abs(key[0]), key[1]))
+    return manifest, [answers[key] for key in order]
 
 
 def questions_hash(prompts: Sequence[Prompt]) -> str:

@@ -21,7 +21,7 @@ from core.config import registry
 from core.config.composition import compose
 from core.config.defaults import has_accelerator
 from core.config.paths import cluster_address, is_local
-from core.config.schema import Config, TrainerConfig
+from core.config.schema import Config, RolloutConfig, TrainerConfig
 from core.config.section import FULL_PRECISION
 from core.config.training_keys import ActorConfig, CriticConfig, FSDPConfig
 from core.errors import MEMORY_KEYS, InputError
@@ -342,8 +342,15 @@ class Plan:
         else:
             always = sum(part.bytes for part in states if part.phases == PHASES)
             room = USABLE * self.memory - weights - always
+            if rollout.name == "hf":
+                room = min(room, hf_cache_gib(rollout) * 2**30)
         sequence_bytes = self.shape.kv_bytes(size) / gpus * self.longest
         return parts, max(0, int(room // sequence_bytes))
+
+
+def hf_cache_gib(rollout: RolloutConfig) -> float:
+    """Return the bound of the hf engine's cache, of keys and values."""
+    return float((rollout.engine_kwargs.get("hf") or {}).get("cache_gib", registry.HF_CACHE_GIB))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -370,6 +377,8 @@ def lines(plan: Plan, mean_answer: int | None = None) -> Iterator[str]:
         yield f"  - {phase}: lower {keys}, offload state, or share it among more GPUs"
     if plan.kv_sequences == 0:
         keys = "actor_rollout_ref.rollout.tensor_model_parallel_size or gpu_memory_utilization"
+        if plan.config.actor_rollout_ref.rollout.name == "hf":
+            keys = "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
         yield f"  - the engine's cache holds no sequence of full length: raise {keys}"
     for part in plan.parts:
         if part.phases:

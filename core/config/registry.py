@@ -109,6 +109,7 @@ LOGGERS = {  # trainer.logger
 }
 TOOL_AGENT = "tool_agent"  # verl's name
 OUTSIDE_AGENT = "outside_agent"
+HF_CACHE_GIB = 4.0  # default of engine_kwargs.hf.cache_gib
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
     TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop",
     OUTSIDE_AGENT: "core.rollout.outside_agent:OutsideAgentLoop",

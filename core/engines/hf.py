@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from core.config import registry
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION
 from core.engines.engine import Generation, SampleRequest
@@ -51,7 +52,7 @@ class HFEngine(InProcessEngine):
         dtype: torch.dtype | None = None,
         max_batch_rows: int = 1024,
         max_prefill_tokens: int = 8192,
-        cache_gib: float = 4.0,
+        cache_gib: float = registry.HF_CACHE_GIB,
     ):
         super().__init__(tokenizer, _prepared(model, dtype), model.device)
         self.max_rows = max_batch_rows
@@ -148,7 +149,7 @@ class HFEngine(InProcessEngine):
         last_N = torch.tensor([_stored(row) - 1 for row in rows], device=self.device)
         offsets = media.position_offset(last_N).tolist()
         for row, offset in zip(rows, offsets, strict=True):
-            row.position_offset = offset
+            row.position_offset = offset if row.request.media else 0  # a text's is none
 
     @torch.inference_mode()
     def _advance(self) -> list[Generation]:

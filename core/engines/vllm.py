@@ -66,6 +66,7 @@ KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 HIDDEN_MODULE = "llvmlite.binding.ffi"
 # A logit bias that no sampling reaches. UnknownIds cannot be used with sampling masks
 UNLIKELY = -100.0
+MOST_UNLIKELY = 1024  # entries that a logit bias of vLLM may have
 LEAST_LENGTH = 64  # tokens of prompt and response: the probe's text is a prompt too
 
 
@@ -92,6 +93,10 @@ class VLLMEngine(InProcessEngine):
         vocab_size = skeleton.config.get_text_config().vocab_size
         unknown = unknown_among(known_ids(tokenizer), vocab_size)
         self.masks = bool(options.get("return_sampling_mask"))  # whether vLLM returns kept ids
+        if self.masks and len(unknown) > MOST_UNLIKELY:
+            raise ValueError(
+                f"{len(unknown)} ids are unknown to the tokenizer, and vLLM bars {MOST_UNLIKELY}"
+            )
         if len(unknown) and not self.masks:
             options["logits_processors"] = [f"{__name__}:UnknownIds"]
             options["additional_config"] = {UNKNOWN: unknown.tolist()}
@@ -173,8 +178,11 @@ class VLLMEngine(InProcessEngine):
             if generation.request.sampling.records_kept:
                 masks = part.sampling_mask.token_ids
             for token in zip(part.token_ids, part.logprobs.logprobs, masks, strict=True):
-                has_ended |= generation.write(*token)
-            if output.finished != has_ended and not generation.rule.strings:
+                if has_ended := generation.write(*token):
+                    break  # a part may hold tokens behind the end
+            # Only a stop string may end a response before vLLM does
+            ended_early = has_ended and not output.finished
+            if (output.finished and not has_ended) or (ended_early and not generation.rule.strings):
                 raise RuntimeError(
                     f"vLLM ended a response with {part.finish_reason} ({part.stop_reason})"
                 )
@@ -298,9 +306,9 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
     """
 
     def __init__(self, vllm_config: Any, where: Any, is_pin_memory: bool = False):
-        device = getattr(where, "device", where)  # the second runner passes its requests' state
         unknown = vllm_config.additional_config[UNKNOWN]
-        self.ids = torch.tensor(unknown, dtype=torch.int64, device=device)
+        # On the CPU: the second runner makes this among the weights, whose memory sleep gives away
+        self.ids = torch.tensor(unknown, dtype=torch.int64, device="cpu")
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -309,7 +317,8 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
         """Do nothing: all requests have the same ids."""
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
-        return logits.index_fill_(1, self.ids, -torch.inf)
+        ids = self.ids.to(logits.device, non_blocking=True)
+        return logits.index_fill_(1, ids, -torch.inf)
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=_as_peft(model.target_modules),
-        exclude_modules=_as_peft([*(model.exclude_modules or ()), *value_heads]) or None,
+        exclude_modules=_excluded(model.exclude_modules or (), value_heads),
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
@@ -77,6 +77,14 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         f"{total:,}",
     )
     return module
+
+
+def _excluded(names: Sequence[str], heads: Sequence[str]) -> str | list[str] | None:
+    """Return the layers without adapters, for peft, which reads names in a list to the letter."""
+    excluded = _as_peft(names)
+    if isinstance(excluded, str):  # one pattern, matched against a layer's whole name
+        return "|".join([f"(?:{excluded})", *heads])
+    return [*excluded, *heads] or None
 
 
 def _as_peft(names: Sequence[str]) -> str | list[str]:

@@ -53,7 +53,7 @@ class ChatRequest(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: str | list[str] = []
     include_stop_str_in_output: bool = False  # vLLM's
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # as OpenAI and vLLM
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core import evaluate
-from core.answers import read_answers
+from core.answers import complete_answers, read_answers
 from core.config import convert
 from core.config.composition import compose, examine
 from core.data import vocabulary
@@ -236,6 +236,14 @@ def test_only_missing_answers_are_made(files, copied, monkeypatch):
     assert generate(files, copied) == 0
     assert made == [(-13, 2), (-13, 3)] and copied.read_text().startswith("".join(lines[:50]))
     assert generate(files, copied) == 0 and len(made) == 2 and len(read_answers(copied)) == 52
+
+
+def test_answers_in_the_order_of_their_ends_are_complete(copied):
+    """A process that was killed behind its last answer has not put them in order."""
+    ordered = complete_answers(copied)[1]
+    lines = copied.read_text().splitlines(keepends=True)
+    copied.write_text("".join([*lines[::2], *lines[1::2]]))
+    assert complete_answers(copied)[1] == ordered
 
 
 def test_a_complete_file_is_in_the_order_of_the_questions(files, copied):

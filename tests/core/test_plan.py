@@ -329,6 +329,17 @@ def test_a_start_ends_with_the_problems(monkeypatch, capsys):
     assert ended.value.code == 2 and "algorithm.adv_estimator=gae" in capsys.readouterr().err
 
 
+def test_the_cache_of_hf_has_a_bound_of_its_own():
+    long = f"{ACTOR}.ppo_max_token_len_per_gpu=33792"
+    keys = (*ALONE, long, "data.max_prompt_length=1024", "data.max_response_length=32768")
+    small = planned(*keys, model="Qwen/Qwen2.5-0.5B")
+    key = "actor_rollout_ref.rollout.engine_kwargs"
+    tiny = planned(*keys, f"{key}={{hf: {{cache_gib: 0.25}}}}", model="Qwen/Qwen2.5-0.5B")
+    assert small.kv_sequences == int(4 * 2**30 // (small.shape.kv_bytes(2) * 33_792))
+    assert tiny.kv_sequences == 0 and not tiny.fits
+    assert any("engine_kwargs.hf.cache_gib" in line for line in plan.lines(tiny))
+
+
 # --- times ---
 
 

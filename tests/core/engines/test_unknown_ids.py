@@ -4,6 +4,7 @@ what is left."""
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,17 @@ IN_VLLM = (
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.processes,
 )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_ids_do_not_lie_where_sleep_gives_memory_away():
+    """vLLM's second runner makes processors among the weights, whose memory sleep discards."""
+    from core.engines.vllm import UNKNOWN, UnknownIds
+
+    config = SimpleNamespace(additional_config={UNKNOWN: [6, 7]})
+    processor = UnknownIds(config, SimpleNamespace(device=torch.device("meta")))
+    barred = processor.apply(torch.zeros(1, 8))[0].isinf().tolist()
+    assert barred == [False] * 6 + [True] * 2
 
 
 @pytest.fixture(scope="module")

@@ -188,6 +188,18 @@ def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders
     ):
         module = adapted(folders["qwen2"], f"actor_rollout_ref.model.{override}")
         assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
+    pattern = adapted(folders["qwen2"], "actor_rollout_ref.model.exclude_modules='.*down_proj'")
+    critic = compose(
+        "ppo",
+        [
+            f"critic.model.path={folders['qwen2']}",
+            "critic.model.lora_rank=2",
+            "critic.model.exclude_modules='.*down_proj'",
+        ],
+    ).critic.model
+    for module in (pattern, add_adapters(load_critic(critic, seed=1), critic, seed=1)):
+        ends = {name.rsplit(".", 1)[-1] for name in layers(module)}
+        assert ends and not ends & {"down_proj", "score"}
     with pytest.raises(ValueError, match="the output head cannot have an adapter"):
         adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[lm_head]")
     for name, layer in (("tied", "embed_tokens"), ("gpt2", "wte")):
