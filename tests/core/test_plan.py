@@ -335,7 +335,7 @@ def test_the_cache_of_hf_has_a_bound_of_its_own():
     small = planned(*keys, model="Qwen/Qwen2.5-0.5B")
     key = "actor_rollout_ref.rollout.engine_kwargs"
     tiny = planned(*keys, f"{key}={{hf: {{cache_gib: 0.25}}}}", model="Qwen/Qwen2.5-0.5B")
-    assert small.kv_sequences == int(4 * 2**30 // (small.shape.kv_bytes(2) * 33_792))
+    assert small.kv_sequences == int(4 * 2**30 // (small.shape.kv_bytes(4) * 33_792))
     assert tiny.kv_sequences == 0 and not tiny.fits
     assert any("engine_kwargs.hf.cache_gib" in line for line in plan.lines(tiny))
 
