@@ -22,13 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from core import command_line
-from core.config import code_by_path, convert, recipes
+from core.config import code_by_path, recipes
 from core.config.composition import examine
 from core.config.paths import run_folder
 from core.dry_run import is_dry_run
@@ -36,7 +35,6 @@ from core.errors import InputError
 from core.files import write_atomic
 from core.tracking.loggers import progress
 from core.tracking.run_manifest import ROOT, git_state
-from results.reporting.run_reader import load_run
 from results.reporting.run_scripts import read_script
 from results.tables import page
 from results.tables.table import PAGES, Measure, Numbers, Table, tables_of
@@ -85,22 +83,6 @@ def record_file(table: Table, run: Run) -> Path:
     content = [code_digest(), *arguments(table, run), run[0] == "rewards_of_others"]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     return OUTPUTS / table.recipe / f"{digest}.json"
-
-
-def published(table: Table, run: Run) -> Record | None:
-    """Return the record of the run of ``lab.published`` that has these settings and this seed."""
-    if not table.lab.published or run[0] == "rewards_of_others":  # its trainer is another one
-        return None
-    config = convert.as_json(examine(table.recipe, arguments(table, run)).config)
-    names = table.lab.published
-    for folder in sorted(path for name in names for path in PAGES.parent.glob(f"{name}-seed*")):
-        found = load_run(folder)
-        wanted = replace(found, config=config)
-        if (found.seed, found.decisive) == (wanted.seed, wanted.decisive):
-            commit = found.session["git"]["commit"][:10]
-            facts = {"cpu_seconds": found.seconds, "commit": commit, "base": found.base}
-            return facts | {"metrics": found.metrics, "file": f"results/{found.name}"}
-    return None
 
 
 def measured(measure: Measure, rows: Sequence[Mapping[str, float]]) -> float:
@@ -180,11 +162,9 @@ def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int)
 
     Raises InputError: a command that prepares the runs failed, or a run did not finish.
     """
-    runs = [(arm, seed) for seed in seeds for arm in arms]
-    known = {run: record for run in runs if (record := published(table, run))}
-    files = {run: record_file(table, run) for run in runs if run not in known}
+    files = {(arm, seed): record_file(table, (arm, seed)) for seed in seeds for arm in arms}
     missing = [run for run, file in files.items() if not file.exists()]
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    print(f"{len(missing)} of {len(files)} runs are missing", flush=True)
     numbers = " ".join(map(str, sorted(set(map(seed_of, missing)))))
     commands = [text.replace("{seeds}", numbers) for text in table.lab.prepare if missing]
     if is_dry_run():
@@ -200,7 +180,7 @@ def complete(table: Table, arms: Sequence[str], seeds: Sequence[int], jobs: int)
     if lost := [str(file.with_suffix(".log")) for file in files.values() if not file.exists()]:
         raise InputError(f"{len(lost)} runs did not finish: see {' '.join(lost)}")
     made = {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items()}
-    return known | {run: record | {"file": files[run].name} for run, record in made.items()}
+    return {run: record | {"file": files[run].name} for run, record in made.items()}
 
 
 def swept(table: Table, jobs: int) -> tuple[Table, dict[str, float], Records]:

@@ -99,8 +99,6 @@ class Lab(Part):
     prepare: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     sweep: Sweep | None = None
-    # Experiments of results/, whose runs count for those with their settings and seeds
-    published: tuple[str, ...] | None = None
     controls: tuple[Literal["again", "rewards_of_others"], ...] = ()
 
 
@@ -220,9 +218,6 @@ def contradictions(table: Table) -> Iterator[str]:
                 yield f"rows.{name}.keys={key}: is no key=value; correct it"
         if row.sweep and not (table.lab and table.lab.sweep):
             yield f"rows.{name}.sweep={row.sweep[0]}: has no key; name it in lab.sweep.key"
-    for name in (table.lab and table.lab.published) or ():
-        if not list(PAGES.parent.glob(f"{name}-seed*")):
-            yield f"lab.published={name}: has no run in results/; name another"
     for name, measure in table.lab.measures.items() if table.lab else ():
         if (measure.metric is None) == (measure.function is None):
             yield f"lab.measures.{name}: has a metric or a function; name one of the two"

@@ -311,21 +311,6 @@ def test_a_row_takes_the_best_of_its_own_sweep_whose_run_is_its_own(tmp_path, mo
     assert "6 runs took" in shown and "## Controls" not in shown
 
 
-def test_a_published_run_counts_where_its_settings_and_its_seed_are_equal():
-    table = read_table(ROOT / "recipes/grpo/tables/lora_real.yaml")
-    key = table.lab.sweep.key
-    record = runner.published(table, (f"full {key}=3.0e-5", 1))
-    assert record["file"] == "results/grpo/real-instructions-seed1"
-    assert runner.measured(table.lab.measures["accuracy"], record["metrics"]) == 44.5
-    assert runner.published(table, (f"full {key}=3.0e-5", 4)) is None
-    assert runner.published(table, (f"full {key}=1.0e-4", 1)) is None
-    assert runner.published(table, (f"rank_1 {key}=3.0e-4", 1)) is None
-    lab = table.lab.model_copy(update={"keys": (*table.lab.keys, f"{key}=3.0e-5")})
-    settled = table.model_copy(update={"lab": lab})
-    assert runner.published(settled, ("full", 1)) is not None
-    assert runner.published(settled, ("rewards_of_others", 1)) is None
-
-
 def test_a_measure_is_the_mean_of_the_last_validations_in_percent(table):
     rows = [{"val": 0.1}, {"loss": 1.0}, {"val": 0.3}, {"val": 0.5}]
     measure = table.lab.measures["accuracy"]
