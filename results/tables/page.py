@@ -85,7 +85,7 @@ def statements_picture(made: Sequence[Made]) -> str:
         gaps = [table.gap(numbers, *pair) for pair in pairs]
         in_paper = [table.paper_gap(*pair) for pair in pairs]
         ends = [abs(end) for gap in gaps for end in (gap.low, gap.high)]
-        reach = max([*ends, *(abs(gap) for gap in in_paper if gap is not None)])
+        reach = max([*ends, *(abs(gap) for gap in in_paper if gap is not None)], default=1.0)
         for each, here, paper in zip(table.statements, gaps, in_paper, strict=True):
             verdict = table.verdict(numbers, each)
             if each.headline:

@@ -175,6 +175,12 @@ def test_every_committed_page_is_what_its_file_and_its_numbers_give():
         )
 
 
+def test_a_table_without_statements_is_in_no_picture(tmp_path):
+    table = read_table(written(tmp_path, statements=[]))
+    assert "no statement" not in page.statements_picture([(table, numbers(table))])
+    assert page.counted([(table, numbers(table))]).startswith("0 statements")
+
+
 def test_results_readme_has_the_headlines_and_counts_all_statements(tmp_path):
     said = [{**FILE["statements"][0], "says": "a headline", "headline": True}, *FILE["statements"]]
     table = read_table(written(tmp_path, statements=said))
