@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ if importlib.util.find_spec("vllm") is None:
 from core.cluster.workers import LocalWorkers
 from core.config.composition import compose
 from core.engines import vllm
-from core.engines.engine import make_engine
+from core.engines.engine import Generation, StopRule, make_engine
 from core.engines.vllm import VLLMEngine, engine_arguments
 from core.engines.weight_buckets import Bucket
 from core.errors import InputError
 from core.learner.passes import WeightSyncError
+from core.types import Stop
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, run, sample_all
 from tests.core.ray_cluster import cluster_config, write_model
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -42,6 +45,39 @@ VLLM = (
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
     ),
 )
+
+
+def advancing(output: SimpleNamespace) -> tuple[VLLMEngine, Generation]:
+    """An engine without vLLM whose next step brings this output of a request with a stop string."""
+    tokenizer = tiny_tokenizer()
+    request = ask(stop=("x",))
+    engine = VLLMEngine.__new__(VLLMEngine)
+    generation = Generation(request, StopRule(request.sampling, frozenset(), tokenizer), 0)
+    engine._by_name = {"0": generation}
+    engine._guarded = lambda step: step()
+    engine.llm = SimpleNamespace(step=lambda: [output], abort_request=lambda names: None)
+    return engine, generation
+
+
+def output_of(tokens: list[int], **facts: Any) -> SimpleNamespace:
+    logprobs = SimpleNamespace(logprobs=[-1.0] * len(tokens))
+    part = SimpleNamespace(token_ids=tokens, logprobs=logprobs, stop_reason=None, **facts)
+    return SimpleNamespace(
+        request_id="0", outputs=[part], finished=facts["finish_reason"] is not None
+    )
+
+
+def test_a_request_that_vllm_ends_by_itself_hangs_nothing_where_strings_may_end_it():
+    engine, _ = advancing(output_of([], finish_reason="error"))
+    with pytest.raises(RuntimeError, match="vLLM ended a response with error"):
+        engine._advance()
+
+
+def test_tokens_behind_a_stop_string_are_no_part_of_a_response():
+    a, x, b = (tiny_tokenizer().convert_tokens_to_ids(each) for each in "axb")
+    engine, generation = advancing(output_of([a, x, b], finish_reason=None))
+    assert engine._advance() == [generation]
+    assert (generation.ids, generation.stop) == ([a, x], Stop.STOP_STRING)
 
 
 def skeleton(**options) -> torch.nn.Module:
