@@ -345,15 +345,8 @@ class Run:
         }
         changes = {change.key: [change.there, change.here] for change in self.changes}
         recipe = recipe_of(self.config, self.run_dir)  # not of the folder in it that validates
-        tracker = Tracker(
-            folder,
-            self.config,
-            resume_step,
-            recipe,
-            models=models,
-            changes=changes,
-            continues=self.has_own_checkpoint,
-        )
+        own = self.has_own_checkpoint
+        tracker = Tracker(folder, self.config, resume_step, recipe, models, changes, own)
         if nodes := getattr(self.workers, "nodes", ()):  # only a cluster's workers have nodes
             tracker.manifest["sessions"][-1]["nodes"] = nodes
         if not only_validates:
