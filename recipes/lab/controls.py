@@ -1,28 +1,31 @@
-"""Controls of papers' tables: rewards that belong to other answers, and a coin in their place."""
+"""Controls of papers' tables: rewards that belong to other questions, and a coin in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 from reward_scores import hops, random_reward
 
 
 def with_rewards_of_others(trainer: type) -> type:
-    """Return the trainer with a planted bug: each answer trains on the score of the next one.
+    """Return the trainer with a planted bug: each answer trains on a score of the next question.
 
-    The last answer has the first one's score. The next one mostly answers the same question. So a
-    group's mean still holds an answer's own score, and advantages that subtract it turn against the
-    true ones, at a weight of 1 / (n - 1): the control asks whether the rewards matter, and not what
-    noise does, which :func:`coin` shows.
+    The last question's answers have the first one's scores. No answer's own score is in its group,
+    so that a group's mean and deviation do not hold it either.
     """
 
     class RewardsOfOthers(trainer):
         def make_batch(self, groups_P: Sequence[Any], *more: Any) -> Any:
-            scores = [score for group in groups_P for score in group.scores]
-            shifted = iter([*scores[1:], *scores[:1]])
-            groups = [replace(g, scores=tuple(next(shifted) for _ in g.scores)) for g in groups_P]
+            if len(groups_P) < 2:
+                raise ValueError("a batch of one question holds no rewards of others")
+            others_P = [*groups_P[1:], groups_P[0]]
+            groups = [
+                replace(group, scores=tuple(islice(cycle(other.scores), len(group.scores))))
+                for group, other in zip(groups_P, others_P, strict=True)
+            ]
             return super().make_batch(tuple(groups), *more)
 
     return RewardsOfOthers

@@ -140,7 +140,7 @@ def test_numbers_of_another_version_of_the_file_are_nobody_s(table, tmp_path, mo
     assert table.model_copy(update={"lab": longer}).numbers() is None
 
 
-def test_no_answer_of_the_control_keeps_its_reward():
+def test_no_group_of_the_control_holds_a_reward_of_its_own():
     @dataclass(frozen=True)
     class Group:
         scores: tuple[int, ...]
@@ -149,8 +149,11 @@ def test_no_answer_of_the_control_keeps_its_reward():
         def make_batch(self, groups_P):
             return groups_P
 
-    planted = with_rewards_of_others(Trainer)().make_batch([Group((1, 2)), Group((3, 4))])
-    assert [group.scores for group in planted] == [(2, 3), (4, 1)]
+    trainer = with_rewards_of_others(Trainer)()
+    planted = trainer.make_batch([Group((1, 2)), Group((3, 4, 5)), Group((6, 7))])
+    assert [group.scores for group in planted] == [(3, 4), (6, 7, 6), (1, 2)]
+    with pytest.raises(ValueError, match="one question"):
+        trainer.make_batch([Group((1, 2))])
 
 
 def test_a_coin_pays_half_of_the_answers_whether_they_are_right_or_not():
