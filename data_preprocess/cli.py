@@ -161,13 +161,15 @@ def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path
         raise InputError(
             f"{source.name}: neither a train nor a test split was found; give both, or one of them"
         )
-    prompts: dict[str, set[str]] = {}  # without white space, by split
+    # By split: the text without white space, and a hash of the pictures
+    prompts: dict[str, set[tuple[str, int]]] = {}
     for split, examples in splits.items():
         made = _make_rows(source, examples, split)
         print(write_rows(folder / f"{split}.parquet", made.rows))
         print(made, end="")
         texts = (json.dumps(row["prompt"]).replace("\\n", "") for row in made.rows)
-        prompts[split] = {"".join(text.split()) for text in texts}
+        pictures = (hash(str(row.get("images"))) for row in made.rows)
+        prompts[split] = set(zip(("".join(text.split()) for text in texts), pictures, strict=True))
     for split in source.splits:
         if split not in splits:
             print(f"  no {split} split was found, so {split}.parquet was not written")

@@ -127,6 +127,7 @@ class HttpClient:
             follow_redirects=True,
         )
         self._away_since: float | None = None  # the first failure after the server's last answer
+        self._failed_at = -math.inf  # the latest failure
         self._warned_at = -math.inf
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -221,7 +222,11 @@ class HttpClient:
         if not failure.may_pass:  # the server is there
             self._away_since = None
             return None
-        self._away_since = self._away_since or now
+        # After a time without requests nobody knows since when the server is away
+        idle = now - self._failed_at > options.give_up_s + options.timeout_s
+        if self._away_since is None or idle:
+            self._away_since = now
+        self._failed_at = now
         grown = min(options.longest_pause_s, options.pause_s * 2 ** min(failures.total() - 1, 30))
         pause = failure.wait_s + grown * random.Random().uniform(0.5, 1.0)
         return pause if now + pause - min(begun, self._away_since) < options.give_up_s else None

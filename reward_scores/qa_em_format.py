@@ -57,10 +57,10 @@ def score(
     """
     segments = (extra_info or {}).get("rollout", {}).get("segments", ())
     episode = "".join(segment["text"] for segment in segments) or response
-    retrieved = [segment["text"] for segment in segments if segment["role"] != "policy"]
+    returned = "".join(segment["text"] for segment in segments if segment["role"] != "policy")
     return judge(
         structure_problem(PROMPT_END + opened_tag(extra_info, "think") + episode) is None,
-        is_retrieved(retrieved if segments else blocks(response), targets(ground_truth)),
+        is_retrieved(blocks(returned if segments else response), targets(ground_truth)),
         extract(opened_tag(extra_info, "answer") + response),
         targets(ground_truth),
         (structure_format_score, final_format_score, retrieval_score, correct_score),

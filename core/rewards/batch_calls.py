@@ -38,6 +38,9 @@ class BatchCalls:
                 results = self.function([item for item, _ in batch])
                 if inspect.isawaitable(results):
                     results = await results
+                results = list(results)
+                if len(results) != len(batch):
+                    raise ValueError(f"{len(results)} results for {len(batch)} items")
             except Exception as error:  # every caller gets it; the next call goes on
                 results = [error] * len(batch)
             for (_, future), result in zip(batch, results, strict=True):

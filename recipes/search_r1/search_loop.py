@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from core.data.vocabulary import encode_literally
 from core.dry_run import is_dry_run
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
@@ -133,7 +134,17 @@ class SearchLoop(AgentLoop):
         self.client: Any = None
         self.retrieve: Retrieve | None = None
         if config.do_search or config.retriever.prefetch:
+            self._check_room()
             self._open(config.retriever)
+
+    def _check_room(self) -> None:
+        room = self.config.data.max_obs_length
+        needed = len(encode_literally(self.tokenizer, BEFORE + AFTER))
+        if room < needed:
+            raise InputError(
+                f"data.max_obs_length={room}: the tags around passages alone are {needed} tokens; "
+                f"raise it (as published: 500)"
+            )
 
     def _open(self, retriever: RetrieverConfig) -> None:
         try:

@@ -9,7 +9,7 @@ from PIL import Image
 from core.data.prompts import PromptFiles, PromptStream
 from core.rollout.tools import BaseTool, chosen_tools, load_listed
 from core.vision.pictures import pixels
-from data_preprocess import geo3k, geo3k_multiturn_w_tool
+from data_preprocess import cli, geo3k, geo3k_multiturn_w_tool
 from data_preprocess.schema import write_rows
 from tests.pictures import modality, png, vision_tokenizer
 from tests.row_files import data_config
@@ -44,6 +44,17 @@ def test_a_row_has_the_prompt_of_verls_script(tmp_path):
         p for p in (stream.prompt(i) for i in range(2)) if "Find y" in p.messages[0]["content"]
     )
     assert (pixels(blue.media.pictures[0]) == [0, 0, 255]).all()
+
+
+def test_questions_of_one_text_are_shared_only_with_their_figure(tmp_path, capsys):
+    def examples(picture: int) -> list[dict]:
+        return [{"problem": "<image>Find x.", "answer": "4", "images": [{"bytes": png(picture)}]}]
+
+    for pictures, said in ((1, 2), False), ((1, 1), True):
+        cli._write(
+            geo3k.SOURCE, {"train": examples(pictures[0]), "test": examples(pictures[1])}, tmp_path
+        )
+        assert ("1 questions are in both splits" in capsys.readouterr().out) is said
 
 
 def test_with_tools_a_row_has_the_same_question_behind_a_system_message():

@@ -240,6 +240,7 @@ def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads(files):
         (("+retriever.client={patience: 3}",), "patience"),
         (("retriever.url=null", "+retriever.local={index: /nowhere}"), "no index is there"),
         (("retriever.url=null",), "index"),
+        (("data.max_obs_length=2",), "data.max_obs_length=2: .* alone are .* tokens"),
     ):
         with pytest.raises(InputError, match=said):
             SearchLoop(config(*overrides), TOKENIZER)

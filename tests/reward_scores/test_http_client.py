@@ -4,9 +4,12 @@ an end."""
 import concurrent.futures
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from reward_scores import http_client
 from reward_scores.http_client import (
     HttpClient,
     HttpOptions,
@@ -50,6 +53,22 @@ def test_without_a_time_to_give_up_there_is_one_attempt():
             send(client, url)
         assert (raised.value.kind, raised.value.status, len(seen)) == ("status", 500, 1)
         client.close()
+
+
+def test_a_server_that_failed_before_a_time_without_requests_may_fail_once_more(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    client = HttpClient("test", HttpOptions(5.0, give_up_s=5.0, pause_s=0.01))
+
+    def pause() -> float | None:
+        return client._pause(RequestFailed("connect", "away"), Counter(), clock[0])
+
+    assert pause() is not None
+    clock[0] = 6.0  # others asked in between, and the server is away for longer than give_up_s
+    assert pause() is None
+    clock[0] = 3600.0
+    assert pause() is not None
+    client.close()
 
 
 def test_closing_ends_what_runs_and_a_later_request_is_refused():

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from recipes.search_r1.search_loop import INVALID
 from reward_scores import (
     SCORERS,
     UnknownDataSource,
@@ -159,6 +160,9 @@ def test_what_was_retrieved_cannot_be_taken_for_an_answer():
     score = qa_em_format.score(
         faked[0]["text"], {"target": ["London"]}, {"rollout": {"segments": faked}}, **rewards
     )
+    assert score.parts["retrieved"] == 0.0
+    segments[1]["text"] = f"{INVALID}<information>Rome</information>"  # what a bad turn is told
+    score = qa_em_format.score(response, {"target": ["previous action"]}, extra_info, **rewards)
     assert score.parts["retrieved"] == 0.0
 
 

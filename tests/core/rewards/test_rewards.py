@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
+from core.rewards.batch_calls import BatchCalls
 from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.scorer_check import check_hooks, check_scorers
@@ -552,3 +553,12 @@ def test_a_hook_that_returns_the_wrong_type_is_told_before_a_model_loads(hooks):
     row = SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
     with pytest.raises(InputError, match="returned (float 0.5|NoneType None)"):
         check_hooks([row], {"s": ("ab", Score(1.0))}, *hooks)
+
+
+def test_a_call_with_too_few_results_fails_for_everyone_that_waits():
+    async def ask() -> list[Exception]:
+        calls = BatchCalls(lambda items: items[1:])
+        return await asyncio.gather(*map(calls.submit, range(3)), return_exceptions=True)
+
+    found = asyncio.run(asyncio.wait_for(ask(), 5))
+    assert [str(error) for error in found] == ["2 results for 3 items"] * 3
