@@ -9,6 +9,7 @@ wrong arguments.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -41,12 +42,13 @@ class Findings:
     remarks: Problems = field(default_factory=lambda: Problems(shown=3))
 
 
-def inspect(
+def findings_of(
     path: str,
     encoder: Encoder | None = None,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
     any_source: bool = False,
+    method: str | None = None,
 ) -> Findings:
     """Count a file's rows and collect their problems.
 
@@ -64,7 +66,7 @@ def inspect(
             findings.names.setdefault(row.name, set()).add(row.content_hash)
         if encoder is not None:
             _count_tokens(row, encoder, findings)
-        _check_answer(row, any_source, findings)
+        _check_answer(row, any_source, method, findings)
     return findings
 
 
@@ -82,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts_of: dict[str, set[str]] = {}  # file -> hashes of its prompts
     for path in args.files:
         try:
-            findings = inspect(path, encoder, args.prompt_key, args.reward_fn_key, args.any_source)
+            columns = (args.prompt_key, args.reward_fn_key)
+            findings = findings_of(path, encoder, *columns, args.any_source, args.method)
             problems = findings.problems.lines()
             print(f"{path}\n  sha256        {file_sha256(Path(local_path(path)).expanduser())}")
             print(printable("\n".join(_report(findings, args.max_prompt_length))))
@@ -135,6 +138,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="Accept any data_source, because a custom reward function scores.",
     )
+    parser.add_argument(
+        "--method",
+        help="The scorers' method, as reward_model.reward_kwargs.<scorer>.method names it.",
+    )
     args = parser.parse_args(argv)
     if args.max_prompt_length is not None and not args.tokenizer:
         parser.error("--max_prompt_length counts tokens: give --tokenizer too")
@@ -163,12 +170,14 @@ def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
         )
 
 
-def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
+def _check_answer(row: Example, any_source: bool, method: str | None, findings: Findings) -> None:
     """Collect problems of the ground truth, also those that the scorer of its source reports."""
     from reward_scores import UnknownDataSource, scorer_for
 
     gold = row.ground_truth
     problems = findings.problems
+    if row.style == "model":  # a reward model reads no ground truth
+        return
     if isinstance(gold, str):
         empty = not gold.strip()
     else:  # 0 and False are answers, and no ground truth is one for a user's function
@@ -185,10 +194,12 @@ def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
         fix = "correct the name, or check with --any_source if a custom reward function scores it"
         problems.add(row.file, str(error), fix, row.number)
         return
-    if complaint := scorer.problem(gold):
+    takes_method = "method" in inspect.signature(scorer.score).parameters
+    options = {"method": method} if method and takes_method else {}
+    if complaint := scorer.problem(gold, **options):
         rule = f"reward_model.ground_truth: the scorer of {row.data_source} cannot grade a row"
         problems.add(row.file, rule, "correct the row or leave it out", row.number, complaint)
-    elif remark := scorer.note_ground_truth(gold):
+    elif remark := scorer.note_ground_truth(gold, **options):
         rule = "a gold answer is graded in a special way"
         fix = "look whether it is the intended answer"
         findings.remarks.add("reward_model.ground_truth", rule, fix, row.number, remark)

@@ -43,7 +43,8 @@ def gold(example: Example) -> str:
     Raises KeyError where the example has none.
     """
     published = (example.get("reward_model") or {}).get("ground_truth")
-    return str(example["answer"] if published is None else published).strip()
+    answer = example["answer"] if published is None else published
+    return "" if answer is None else str(answer).strip()
 
 
 def question_row(

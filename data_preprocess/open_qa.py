@@ -64,8 +64,10 @@ def answers_of(example: Example) -> list[str]:
             value = [
                 one for part in named for one in ([part] if isinstance(part, str) else part or ())
             ]
-        answers += [value] if isinstance(value, str) else list(value or ())
-    return list(dict.fromkeys(str(answer) for answer in answers if str(answer).strip()))
+        several = value is not None and not isinstance(value, str | int | float)
+        answers += list(value) if several else [value]
+    said = [str(answer) for answer in answers if answer is not None]
+    return list(dict.fromkeys(answer for answer in said if answer.strip()))
 
 
 def read(path: Path) -> Iterable[Example]:

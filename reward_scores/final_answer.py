@@ -39,9 +39,16 @@ _VERB = re.compile(
     r"\b(?:is|are|be|equals?|gives?|has|have|get|was|were)\b:?(?: (?:equal "
     r"to|exactly|only|just|a|an|the))* ?"
 )
-_VALUE = re.compile(r"[A-J][.)]?$|[-+$\\(\[{.\d\u2212\u221a\u03c0\u00b1\u20ac\u00a3]")
+_VALUE = re.compile(
+    r"[A-J](?:[.)]?$|,? (?:because|since|as|is (?:right|correct|true))\b)"
+    r"|[-+$\\(\[{.\d\u2212\u221a\u03c0\u00b1\u20ac\u00a3]"
+)
 # John needs 34 apples
 _SENTENCE = re.compile(r"(?:It|He|She|They|We|[A-Z][a-z]+) (?:will |can |must )?[a-z]+ ")
+# **42**. and the end of **The answer is 42**, and not 2**.5
+_BOLD = re.compile(
+    r"^(?:\*\*?|__)(?=\S)|(?<=[\w)}\]%$])(?:\*\*?|__)(?![\s]*[\d(\\])(?=[\s,;:!)]|\.(?!\d)|$)"
+)
 _REASON = re.compile(
     r"[,;.]? +(?:for|when|whenever|if|where|since|because|so|which|that|by|meaning|is|are|attained"
     r"|not)\b.*"
@@ -127,6 +134,7 @@ def read_line(line: str) -> str:
     """Return the value that a sentence states; any other line as it is."""
     if (box := last_closed_box(line)) is not None:
         return box
+    line = _BOLD.sub("", line)
     line = re.sub(r"(?i)^(?:an?|the)\s+(?=\S*\d)", "", line.rstrip(" ;,")).strip('"')
     # What the words of a sentence are looked for in
     masked = _MATH.sub(lambda found: "\\" * len(found[0]), line)

@@ -46,8 +46,13 @@ _REALS = re.compile(
     re.I,
 )
 # { x : x < 3 } is x < 3
-_DESCRIBED = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|\\vert|\||:) ?(.*)\\\}")
-_FOR_ALL = re.compile(rf"\s*,?\s*{_TEXT}\{{\s*,?\s*(?:for (?:all|any|every|some)|where)\b.*$")
+_IN = r" ?\\in ?\\mathbb ?"
+_DESCRIBED = re.compile(rf"\\\{{ ?[a-zA-Z](?:{_IN}\{{?R\}}?)? ?(?:\\mid|\\vert|\||:) ?(.*)\\\}}")
+# x > 1, x in R; k pi (k in Z)
+_FOR_ALL = re.compile(
+    rf"\s*,?\s*{_TEXT}\{{\s*,?\s*(?:for (?:all|any|every|some)|where)\b.*$"
+    rf"|(?<=\S)\s*[,(]\s*(?:[a-zA-Z]{_IN}\{{?R\}}?|[klmn]{_IN}\{{?[ZN]\}}?)\s*\)?$"
+)
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar) ?\{?(\d+)\}?")
 _OPEN_INTERVAL = re.compile(r"([\]\[])([^\[\](){}]*,[^\[\](){}]*)([\]\[])")
 _WITHOUT = re.compile(
@@ -73,7 +78,7 @@ _SHORT = (
 )
 _NOT_UNITS = (
     r"(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|and|or|mod|inf|infty|infinity|st|nd|rd|th|times"
-    r"|factorial)\b)"
+    r"|factorial|squared|cubed|dozen|halves|thirds|over|plus|minus|choose|divided|less|below)\b)"
 )
 _POWER = r"(?:\s*\^\{?[23]\}?)?"
 _WORDS = (
@@ -81,7 +86,7 @@ _WORDS = (
     rf"/][a-zA-Z]+)*{_POWER}"
 )
 _BEHIND = re.compile(
-    rf"\s*(?:(?:{_TEXT}\{{\s*{_NOT_UNITS}(?![^{{}}]*=)[^{{}}\d]*(?:\^[23][^{{}}\d]*)?\}}{_POWER}"
+    rf"\s*(?:(?:{_TEXT}\{{\s*+{_NOT_UNITS}(?![^{{}}]*=)[^{{}}\d]*(?:\^[23][^{{}}\d]*)?\}}{_POWER}"
     rf"\s*[/\\ ]*)+"
     rf"|\^\{{?\\circ\}}?\s*(?:{_TEXT}\{{\s*)?[CF]?\}}?|\\degree|\\%|(?<=\d)(?:{_SHORT}){_POWER}|{_WORDS}"
     rf"|(?:\\\$|[{_SIGNS}]))$"

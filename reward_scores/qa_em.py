@@ -60,6 +60,7 @@ _TYPOGRAPHIC = str.maketrans(
     }
 )
 # Punctuation that stays is away, as private characters, while the rest is dropped
+_OPTIONAL_MARKS = ("LATIN", "GREEK", "HEBREW", "ARABIC")
 _AWAY = str.maketrans("./:#+-", "\ue001\ue002\ue003\ue004\ue005\ue006")
 _BACK = {code: sign for sign, code in zip("./:#+-", _AWAY.values(), strict=True)}
 _ORDINALS = """
@@ -171,8 +172,8 @@ def plain_answer(text: str) -> str:
         .casefold()
         .replace("\u2044", "/")
     )
-    # Accents, invisible
-    text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))
+    text = _without_accents(text)
+    text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
     # 1,000, U.S., O'Neill
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)
     text = re.sub(
@@ -189,6 +190,20 @@ def plain_answer(text: str) -> str:
     if re.fullmatch(r"\d+\.\d*0", text):  # a number alone: in Python 3.10 the 0 counts
         text = text.rstrip("0").removesuffix(".")
     return " ".join(str(_NUMBERS.get(word, word)) for word in text.split())
+
+
+def _without_accents(text: str) -> str:
+    """Return decomposed text without invisible characters and without the marks that its script
+    may leave out: accents, vowel points. A mark of kana or Devanagari makes another letter."""
+    kept = []
+    optional = True
+    for char in text:
+        category = unicodedata.category(char)
+        if category != "Mn":
+            optional = unicodedata.name(char, "").startswith(_OPTIONAL_MARKS)
+        if category != "Cf" and not (category == "Mn" and optional):
+            kept.append(char)
+    return unicodedata.normalize("NFC", "".join(kept))
 
 
 @functools.lru_cache(maxsize=65536)  # a group of answers asks for the same golds

@@ -439,7 +439,9 @@ def _equal(given: Any, wanted: Any) -> bool:
         return all(key in named and _equal(named[key], value) for key, value in wanted.items())
     if isinstance(wanted, bool) or isinstance(given, bool):
         return given is wanted
-    if isinstance(given, float) and isinstance(wanted, (int, float)) or isinstance(wanted, float):
+    if isinstance(given, float) and isinstance(wanted, int):
+        return given == wanted
+    if isinstance(wanted, float):
         numbers = isinstance(given, (int, float))
         return numbers and math.isclose(given, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return type(given) is type(wanted) and given == wanted

@@ -226,6 +226,7 @@ class SandboxConfig(Section):
 class SandboxFusionConfig(Section):
     url: str | None = execution(None, "server, with /run_code; null: a sandbox on this machine")
     max_concurrent: Count = execution(64, "requests at a time", needs("url"))
+    memory_limit_mb: Count = key(1024, "MiB that a program may use", needs("url"))
 
 
 class CustomRewardFunctionConfig(Section):

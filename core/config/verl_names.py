@@ -187,7 +187,44 @@ def sampled_validation(key: str, value: Any, line: Line) -> Interpretation:
     return Interpretation(settings)
 
 
+def importance_weights(name: str) -> Conversion:
+    """Return the conversion of a key of verl 0.6.0's importance weights, to a correction's name.
+
+    They are off unless ``rollout_is`` is true and there is a threshold (0.6.0 computes metrics).
+    """
+    old = "algorithm.rollout_is"
+
+    def weights(key: str, value: Any, line: Line) -> Interpretation:
+        is_on = line.words.get(old) is True
+        if is_on and line.words.get(f"{old}_threshold") is None:
+            return Interpretation(
+                rule="has no effect in verl without algorithm.rollout_is_threshold",
+                fix=f"give the threshold, or leave {old} out",
+            )
+        if not is_on or value is None:
+            return Interpretation(unused=f"{old} is not True, so nothing is weighted")
+        setting = line.words.get(f"{old}_level", "token") if key == old else value
+        return Interpretation({f"algorithm.rollout_correction.{name}": setting})
+
+    return weights
+
+
+def turns_of_the_user(key: str, value: Any, line: Line) -> Interpretation:
+    """Read the turns of user and tools together: the policy answers once more."""
+    turns = f"{ROLLOUT}.multi_turn.max_assistant_turns"
+    given = line.value(turns)
+    if not whole_number(value) or whole_number(given) and given <= value + 1:
+        return Interpretation(unused=f"{turns} bounds an episode's turns")
+    return Interpretation({turns: value + 1}, replaces=True)
+
+
 CONVERSIONS: dict[str, Conversion] = {
+    "algorithm.rollout_is": importance_weights("rollout_is"),
+    "algorithm.rollout_is_level": importance_weights("rollout_is"),
+    "algorithm.rollout_is_threshold": importance_weights("rollout_is_threshold"),
+    "algorithm.rollout_is_threshold_lower": importance_weights("rollout_rs_threshold_lower"),
+    "algorithm.rollout_is_veto_threshold": importance_weights("rollout_token_veto_threshold"),
+    f"{ROLLOUT}.multi_turn.max_user_turns": turns_of_the_user,
     f"{ACTOR}.ppo_micro_batch_size": over_all_ranks(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
     "critic.ppo_micro_batch_size": over_all_ranks("critic.ppo_micro_batch_size_per_gpu"),
     f"{ROLLOUT}.n_val": sampled_validation,

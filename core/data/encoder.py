@@ -58,7 +58,9 @@ class Encoder:
             arguments = {"tools": list(tools)} if describes_tools else {}
             text = self.render(chat_of(text), **arguments)
         # A template writes its special tokens itself: none are added to a chat
-        ids = self.tokenizer(text, add_special_tokens=is_plain)["input_ids"]
+        start = self.tokenizer.bos_token
+        adds = is_plain and not (start and text.startswith(start))  # it may have been rendered
+        ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
         if is_plain and ids and ids[-1] == self.tokenizer.eos_token_id:
             # Some tokenizers append it: the policy would have to write after its end
             ids = ids[:-1]

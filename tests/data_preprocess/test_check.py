@@ -59,6 +59,16 @@ def test_a_good_file(files, tokenizer, capsys):
     assert first[7] == "  problems      none"
 
 
+def test_a_row_is_checked_as_the_run_will_score_it(tmp_path, capsys):
+    by_model = {"reward_model": {"style": "model", "ground_truth": ""}}
+    rows = [plain_row(0, "mine", **by_model), plain_row(1, "mine", **by_model)]
+    assert checked(capsys, write_parquet(tmp_path / "model.parquet", rows))[0] == 0
+    written = {"reward_model": {"style": "rule", "ground_truth": "1,000"}}
+    file = write_parquet(tmp_path / "rule.parquet", [plain_row(0, **GRADED, **written)])
+    assert checked(capsys, file)[0] == 1
+    assert checked(capsys, file, "--method", "robust")[0] == 0
+
+
 def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
     bad = write_parquet(
         tmp_path / "bad.parquet",

@@ -193,3 +193,5 @@ def test_answers_that_stand_in_a_mapping_are_its_values():
     assert answers_of(squad) == ["Paris"]
     assert answers_of(trivia) == ["Paris", "City of Light"]
     assert answers_of({"answer": {"other": "Paris"}}) == []
+    assert answers_of({"golden_answers": ["Paris", None], "answer": None}) == ["Paris"]
+    assert answers_of({"answer": 5}) == ["5"]

@@ -221,6 +221,7 @@ def test_dapo_keeps_each_prompt_once_with_the_exact_text(tmp_path, capsys):
     )
     rows = read(tmp_path / "out" / "train.parquet")
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4", "6"]
+    assert dapo_math.gold({"problem": "1+1?", "answer": None}) == ""
     assert rows[1] == {
         "data_source": "math_dapo",
         "prompt": [{"role": "user", "content": PUBLISHED.format("2+2?")}],

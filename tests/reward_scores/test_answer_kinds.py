@@ -22,6 +22,8 @@ def pairs(text: str) -> list[tuple[str, ...]]:
 
 RIGHT = pairs(r"""
     11111111100 ~ 11,\! 111,\! 111,\! 100
+    \{x \in \mathbb{R} \mid x > 1\} ~ (1,\infty) @@ x>1, x\in\mathbb{R} ~ x>1
+    k\pi, k\in\mathbb{Z} ~ k\pi @@ x = k\pi \ (k \in \mathbb{Z}) ~ k\pi @@ 5 more ~ 5
     m+n=42 ~ 42 @@ x=5 ~ 5 @@ 5 ~ x=5 @@ 5 ~ \text{Area}=5 @@ 5 ~ f(2)=5 @@ \frac12 ~ P(A)=\frac12
     5 ~ AB=5 @@ 5 ~ \angle ABC = 5^\circ @@ 5 ~ x_1=5 @@ 5 ~ \theta = 5 @@ 5 ~ S_{ABC}=5
     5 ~ S_n = 5 @@ 5 ~ \overline{AB}=5 @@ 5 ~ area = 5 @@ 5 ~ |AB| = 5 @@ n+1 ~ a_n = n+1
@@ -101,6 +103,8 @@ WRONG = pairs(r"""
     x<1 \text{ and } x>3 ~ x<1\text{ or }x>3 @@ just 42 ~ 42 @@ not 42 ~ 42 @@ the answer is 42 ~ 42
     a ~ A @@ c ~ C @@ x ~ X @@ b ~ (B) @@ yes ~ no @@ True ~ False @@ 5.001 ~ 5 @@ 0.5\% ~ 0.5
     x+1=6 \implies x=5 ~ 6 @@ y=2x+1 ~ y=2x+2 @@ 2x+1 ~ 2x-1 @@ f(x)=2x ~ g @@ 1:2 ~ 2:1 @@ 12 ~ 1:2
+    5\text{ or six} ~ 5 @@ 5\text{ factorial} ~ 5 @@ 5\text{ th} ~ 5 @@ 5 squared ~ 5
+    2 thirds ~ 2 @@ 3 over four ~ 3 @@ 5 minus one ~ 5 @@ \{x \in \mathbb{Z} \mid x > 1\} ~ (1,\infty)
     10_2 ~ 10 @@ x>3 ~ x<3 @@ x \le 3 ~ x<3 @@ 3 ~ x<3 @@ 3 ~ x>3 @@ (3,\infty) ~ 3 @@ 5 ~ -5
     - 5 ~ 5 @@ \sqrt{x^2} ~ x @@ {1 \over 2} ~ 2 @@ \binom{5}{2} ~ \frac52 @@ 1,2,3 ~ 2,3
     \pm 3 ~ 3 @@ 3 ~ \pm 3 @@ (5,8) ~ (5,8),(8,5) @@ (5,8),(5,8) ~ (5,8),(8,5)
@@ -122,6 +126,12 @@ GIVEN = {
         "Final answer: 42",
         "**Answer**: 42",
         "**Answer:** 42",
+        "Answer: **42**.",
+        "The answer is **42**.",
+        "**Answer:** **42**.",
+        "**The answer is 42**.",
+        "The answer is **42** because 6*7=42.",
+        "Answer: *42*",
         "Answer = 42",
         "The answer is 42.",
         "So the answer is 42",
@@ -194,6 +204,9 @@ GIVEN = {
         "Answer: B. 42",
         "Answer: option B",
         "Answer: The answer is B.",
+        "Answer: B, since 5 > 3",
+        "The answer is B because it is larger.",
+        "Answer: **B**.",
     ],
     "(1,2)": ["Answer: $(1,2)$"],
     "3,5": [
@@ -231,6 +244,7 @@ GIVEN = {
         "Answer: $34$ is the largest",
         "Final Answer: The final answer is $34$. I hope it is correct.",
     ],
+    "2^{0.5}": ["Answer: 2**.5"],
     "1/2": ["Final Answer: The final answer is $\\frac{1}{2}$. I hope this is correct."],
 }
 NOT_GIVEN = {
@@ -253,7 +267,7 @@ NOT_GIVEN = {
         "I do not know the answer",
         "",
     ],
-    "B": ["Answer: C"],
+    "B": ["Answer: C", "Answer: A, since B is smaller"],
     "5": ["Answer: 5 hours and 3 minutes"],
     "34": ["Answer: The maximum value is 34 and the minimum value is 2.", "Answer: x^2 = 34"],
 }
@@ -400,8 +414,15 @@ SHORT = (
     ("A.I.", "AI"),
     ("The A-Team", "A-Team"),
     ("A", "A"),
+    ("$.50", "0.5"),
+    ("שָׁלוֹם", "שלום"),
 )
 OTHER = (
+    ("パリ", "バリ"),
+    ("कल", "कुल"),
+    ("ปู", "ปี"),
+    ("-.5", "5"),
+    (".22", "22"),
     ("World War II", "World War 2"),
     ("-5", "5"),
     ("C++", "C"),

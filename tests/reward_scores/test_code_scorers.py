@@ -82,6 +82,7 @@ def test_outputs_and_values_agree():
             (1, True),
             ({1: "a", 2: "b"}, {"1": "a"}),
             ("1", 1),
+            (1000000007.0, 1000000000),
         ),
         *((math.nan, 1.0), ({1, 2}, [1, 2])),
     ):
@@ -216,7 +217,7 @@ def test_the_configuration_reaches_the_scorers():
         "reward_model.sandbox_fusion.max_concurrent=3",
     )
     fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
-    assert fusion == {"url": "http://h/run_code", "max_concurrent": 3}
+    assert fusion == {"url": "http://h/run_code", "max_concurrent": 3, "memory_limit_mb": 1024}
     assert "total_timeout_s" not in scorer_options(configured())["prime_code"]["sandbox"]
 
 

@@ -62,12 +62,23 @@ def lines(*overrides, recipe="ppo"):
         (
             [
                 f"algorithm.rollout_is{end}"
-                for end in ("=True", "_level=sequence", "_threshold=3.0")
+                for end in ("_level=sequence", "_threshold=3.0", "=True")
             ],
             {
                 "algorithm.rollout_correction.rollout_is": "sequence",
                 "algorithm.rollout_correction.rollout_is_threshold": 3.0,
             },
+        ),
+        (
+            [f"{ROLLOUT}.multi_turn.max_user_turns=1"],
+            {f"{ROLLOUT}.multi_turn.max_assistant_turns": 2},
+        ),
+        (
+            [
+                f"{ROLLOUT}.multi_turn.max_{whose}_turns={n}"
+                for whose, n in (("assistant", 9), ("user", 1))
+            ],
+            {f"{ROLLOUT}.multi_turn.max_assistant_turns": 2},
         ),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
     ],
@@ -78,6 +89,17 @@ def test_another_name_is_read_and_said(overrides, settings):
     for key, value in settings.items():
         assert convert.get(composed.config, key) == value
     assert composed.read
+
+
+def test_weights_that_verl_only_measures_do_not_train():
+    old = "algorithm.rollout_is"
+    for is_on, threshold in ("False", "2.0"), ("False", "null"):
+        typed = [f"{old}={is_on}", f"{old}_threshold={threshold}", f"{old}_level=token"]
+        composed = examine("grpo", typed)
+        assert composed.problems == () and len(composed.unused) >= 3
+        assert composed.config.algorithm.rollout_correction.rollout_is is None
+    (problem,) = examine("grpo", [f"{old}=True"]).problems
+    assert "has no effect in verl without algorithm.rollout_is_threshold" in problem
 
 
 def test_two_names_of_one_thing_may_not_differ():

@@ -166,6 +166,7 @@ def test_special_tokens_are_added_once_and_never_an_end():
     )
     assert tokenizer("a")["input_ids"][0] == 3 and tokenizer("a")["input_ids"][-1] == 1
     assert encoded("1+1=", tokenizer) == "<bos>1+1=" and encoded("1+1=") == "1+1="
+    assert encoded("<bos>1+1=", tokenizer) == "<bos>1+1="  # as a template rendered it
     assert encoded([USER], tokenizer) == "<bos>user: 1+1?\n<bos>assistant: "
 
 
