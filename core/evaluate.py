@@ -308,6 +308,11 @@ def score(
     rewards = {
         key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)
     }
+    if path.exists() and read_manifest(path, "scores")["rewards"] != rewards:
+        raise InputError(
+            f"{path}: holds scores of these answers by other options of the scorer; give another "
+            f"--name, or remove it"
+        )
     write_manifest(
         path,
         {

@@ -49,6 +49,8 @@ from results.reporting.pages import Table, markdown_table
 MACRO = "macro average"
 LENIENT = "robust"  # the method of a scorer that has a lenient reading
 KWARGS = "reward_model.reward_kwargs"
+# Settings in which two models may differ: weights, their chat template, answers a question
+OF_A_MODEL = ("model", "prompts", "actor_rollout_ref.rollout.val_kwargs.n")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,10 @@ def macro_average(sets: Sequence[Estimate]) -> Estimate:
     if any(one.low is None or one.high is None for one in sets):
         return Estimate(mean, None, None, n)
     half = math.hypot(*((one.high - one.low) / 2 for one in sets)) / len(sets)
-    return Estimate(mean, mean - half, mean + half, n)
+    low, high = mean - half, mean + half
+    if all(one.low >= 0 and one.high <= 1 for one in sets):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Estimate(mean, low, high, n)
 
 
 def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
@@ -200,10 +205,19 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
 
 def why_not_compared(a: Summary, b: Summary) -> str:
     """Return why a difference of two files would not be one of their models; '' where it would be,
-    and where one model was decoded in two ways."""
-    if a.decoding == b.decoding or a.manifest["model"] == b.manifest["model"]:
+    and where the answers are of one model, decoded or scored in two ways."""
+    ours, theirs = a.manifest["settings"], b.manifest["settings"]
+    if ours["model"] == theirs["model"]:
         return ""
-    return f"not compared: decoded differently ({a.decoding}; {b.decoding})"
+    if a.decoding != b.decoding:
+        return f"not compared: decoded differently ({a.decoding}; {b.decoding})"
+    for name in ("scorers", "rewards"):
+        if a.manifest[name] != b.manifest[name]:
+            changed = f"{a.manifest[name]}; {b.manifest[name]}"
+            return f"not compared: scored differently ({changed})"
+    other = [key for key in ours if key not in OF_A_MODEL and ours[key] != theirs.get(key)]
+    changed = ", ".join(f"{key}={ours[key]}, {theirs.get(key)}" for key in other)
+    return f"not compared: answered under other settings ({changed})" if other else ""
 
 
 def _compared(summaries: Sequence[Summary]) -> list[Compared]:
@@ -216,8 +230,9 @@ def _compared(summaries: Sequence[Summary]) -> list[Compared]:
                 if variable == "acc" or source in summaries[0].dense | other.dense:
                     a = Side([summaries[0]], [], by_file[0][source])
                     pairs.append((source, variable, a, Side([other], [], by_source[source])))
-    p = holm({i: question_p(a.questions, b.questions) for i, (*_, a, b) in enumerate(pairs)})
-    return [Compared(*pair, p[i], None) for i, pair in enumerate(pairs)]
+    raw = {i: question_p(a.questions, b.questions) for i, (*_, a, b) in enumerate(pairs)}
+    p = holm(raw)
+    return [Compared(*pair, raw[i], None, p[i]) for i, pair in enumerate(pairs)]
 
 
 def report_path(scores: Path) -> Path:

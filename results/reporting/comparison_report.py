@@ -10,7 +10,7 @@ import difflib
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.errors import InputError
@@ -135,6 +135,7 @@ class Compared:
     b: Side
     by_question: float | None
     over_seeds: float | None
+    corrected: float | None = None  # the p that decides, after a correction for all comparisons
 
     @property
     def is_score(self) -> bool:
@@ -172,7 +173,12 @@ class Compared:
 
     @property
     def p(self) -> float | None:
-        """The p of the verdict: over several seeds the larger one, so that it is none by chance."""
+        """The p of the verdict."""
+        return self.raw_p if self.corrected is None else self.corrected
+
+    @property
+    def raw_p(self) -> float | None:
+        """The p that decides: over several seeds the larger one, so that it is none by chance."""
         known = [p for p in (self.over_seeds, self.by_question) if p is not None]
         if self.over_seeds is None:
             return self.by_question
@@ -203,9 +209,8 @@ class Compared:
         unit = "" if self.is_score else " points"
         verdict = f"{name_of(self.b.group)} is {self.verdict}" if self.outcome else self.verdict
         low, high = self.difference.low, self.difference.high
-        if self.over_seeds is None and p >= LEVEL and low is not None and low * high > 0:
-            # And the interval is an approximation
-            verdict += ": too few questions differ for the exact test"
+        if self.over_seeds is None and low is not None and (p >= LEVEL) is (low * high > 0):
+            verdict += f": {self._why_apart}"
         over = f"{len(_shared(self.a, self.b))} shared questions"
         if self.over_seeds is not None:
             seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
@@ -215,6 +220,15 @@ class Compared:
             f"{_name(self.a, self.b)} on {self.what}: "
             f"{shown(self.difference, self.is_score, '+')}{unit} ({over}, {p_text}): {verdict}"
         )
+
+    @property
+    def _why_apart(self) -> str:
+        """Return why p and interval, which is an approximation, do not agree."""
+        if self.raw_p < LEVEL <= self.p:
+            return "p is corrected for the number of comparisons, the interval is not"
+        if self.p < LEVEL:
+            return "the exact test decides, the interval is an approximation"
+        return "too few questions differ for the exact test"
 
 
 def compared(groups: Sequence[Group]) -> list[Compared]:
@@ -229,16 +243,17 @@ def compared(groups: Sequence[Group]) -> list[Compared]:
         if same[0].group is groups[0]
         for other in same[1:]
     ]
-    by_question = {
-        i: question_p(a.questions, b.questions)
-        for i, (*_, a, b) in enumerate(pairs)
-        if _shared(a, b)
-    }
-    over_seeds = {
-        i: p for i, (*_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None
-    }
-    by_question, over_seeds = holm(by_question), holm(over_seeds)
-    return [Compared(*pair, by_question.get(i), over_seeds.get(i)) for i, pair in enumerate(pairs)]
+    raw = [
+        Compared(
+            *(source, variable, a, b),
+            question_p(a.questions, b.questions) if _shared(a, b) else None,
+            welch_p(a.seeds, b.seeds),
+        )
+        for source, variable, a, b in pairs
+    ]
+    # One family: the p that decides a row is over seeds in one and over questions in another
+    corrected = holm({i: each.raw_p for i, each in enumerate(raw) if each.raw_p is not None})
+    return [replace(each, corrected=corrected.get(i)) for i, each in enumerate(raw)]
 
 
 def why_not_compared(a: Group, b: Group) -> str:
@@ -263,12 +278,21 @@ def why_not_compared(a: Group, b: Group) -> str:
                 f"{run.name} was validated before its training alone: set trainer.test_freq, or "
                 "evaluate its checkpoint with core.evaluate"
             )
+    every = [*a, *b]
+    if len(set(map(run_step, every))) > 1:
+        reasons += [f"{run.name} ended early ({run.status})" for run in every if ended_early(run)]
     return "; ".join(reasons)
 
 
 def run_step(run: Any) -> int:
     """Return the last step of a run; 0 for a file of scores."""
     return getattr(run, "last_step", 0)
+
+
+def ended_early(run: Any) -> bool:
+    """Return whether a run has not come to its end; a file of scores has."""
+    total = getattr(run, "manifest", {}).get("total_steps")
+    return total is not None and 0 < run_step(run) < total
 
 
 def _scorer(group: Group) -> str:
@@ -457,13 +481,18 @@ def flip_table(
         row = next((row for row in kept if row), {})
         question = f"{flip.uid}\n{str(row.get('input', ''))[-600:]}".strip()
         shown = [_answer(value, row) for value, row in zip((flip.a, flip.b), kept, strict=True)]
-        rows.append([question, str(row.get("gts", "")), *shown])
+        rows.append([question, shortened(str(row.get("gts", ""))), *shown])
     listed = f", {len(rows)} shown" if len(rows) < len(found) else ""
     heading = f"Questions that flipped: {title} ({len(better)} up, {len(worse)} down{listed})"
     return Fold(heading, [Table(["question", "expected", *names], rows, prose=True)])
 
 
 def _answer(accuracy: float, row: Row | None) -> str:
-    text, half = "" if row is None else str(row["output"]), SHOWN_CHARACTERS // 2
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
-    return f"{shown}\n(accuracy {accuracy:.3g})".strip()
+    text = "" if row is None else shortened(str(row["output"]))
+    return f"{text}\n(accuracy {accuracy:.3g})".strip()
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning and its end."""
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} […] {text[-half:]}"

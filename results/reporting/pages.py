@@ -283,13 +283,17 @@ def sparkline(values: Sequence[float]) -> str:
 # --- Markdown ---
 
 
+BREAKS = {ord("\n"): "<br>", ord("\r"): "<br>"}
+
+
 def inert(text: str) -> str:
     """Return text as Markdown in which no HTML acts and no picture is loaded, whoever wrote it."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", str(text)).replace("![", "!\\[")
 
 
 def markdown_cell(text: str) -> str:
-    return inert(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+    cell = inert(text).replace("\\", "\\\\").replace("|", "\\|")
+    return cell.replace("\r\n", "\n").translate(BREAKS)
 
 
 def markdown_table(table: Table) -> str:

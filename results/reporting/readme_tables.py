@@ -99,14 +99,20 @@ class Experiment:
         return _point(self.results[0], when, self.is_score)
 
     @property
+    def unfinished(self) -> list[str]:
+        """How far the runs came that did not come to their end."""
+        return sorted({run["status"] for run in self.runs} - {"finished"})
+
+    @property
     def sentence(self) -> str:
         before = f"{self.text('before')} → " if self.text("before") else ""
         seeds = f", {len(self.runs)} seeds" if len(self.runs) > 1 else ""
         result = self.results[0]
-        details = [
-            f"{self.metric}, {result['questions']} questions, step {result['after']['step']}{seeds}"
-        ]
-        details += sorted({run["status"] for run in self.runs} - {"finished"})
+        steps = "–".join(map(str, sorted({each["after"]["step"] for each in self.results})))
+        details = [f"{self.metric}, {result['questions']} questions, step {steps}{seeds}"]
+        details += self.unfinished
+        if failed := max(run.get("val_failed_rate", 0.0) for run in self.runs):
+            details.append(f"the scorer failed on {failed:.1%} of the answers")
         what, unit = ("score", "") if self.is_score else ("accuracy", " %")
         return (
             f"{self.name}: {what} on {self.source} {before}{self.text('after')}{unit} "
@@ -253,7 +259,7 @@ def index_table(results: Path, found: Sequence[Experiment]) -> Table:
             [
                 f"[{each.name}]({first['name']}/)",
                 f"{each.source}, {each.metric}",
-                str(len(each.runs)),
+                "; ".join([str(len(each.runs)), *each.unfinished]),
                 each.text("before"),
                 each.text("after"),
                 f"{minutes:.0f}",

@@ -19,7 +19,13 @@ from core.errors import printable
 from core.tracking.metrics import PARTS, REST, time_parts
 from core.tracking.tracker import spread_out
 from results.reporting.comparison import seed_interval
-from results.reporting.comparison_report import comparison, flipped_in_run, verdicts, with_baseline
+from results.reporting.comparison_report import (
+    comparison,
+    flipped_in_run,
+    shortened,
+    verdicts,
+    with_baseline,
+)
 from results.reporting.curves import Group, curves, panels
 from results.reporting.numbers import score
 from results.reporting.pages import (
@@ -211,7 +217,7 @@ def samples(run: RecordedRun) -> Iterator[Block]:
     rows = [
         [
             str(last[key]["input"])[-600:],
-            _cell(last[key].get("gts")),
+            shortened(_cell(last[key].get("gts"))),
             _answer(first[key]),
             _answer(last[key]),
         ]

@@ -159,6 +159,7 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         }
         for outcome in outcomes(run)
     ]
+    failed = run.series("reward/val_failed_rate")[1][-1:]
     return {
         "run": run.manifest["run"],
         "recipe": run.manifest["recipe"],
@@ -174,6 +175,7 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "hardware": hardware_of(run.session),
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
         "commit": commit_of(run.session),
+        **({"val_failed_rate": failed[0]} if any(failed) else {}),
         "results": results,
     }
 

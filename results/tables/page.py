@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -30,7 +31,29 @@ Made = tuple[Table, Numbers]
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
-    return f"{estimate.value:{sign}.1f} [{estimate.low:{sign}.1f}, {estimate.high:{sign}.1f}]"
+    """Return an estimate with its interval, in tenths; no end but a 0 is rounded to 0."""
+    ends = estimate.low, estimate.high
+    digits = next((d for d in (1, 2) if all(round(end, d) or not end for end in ends)), 3)
+    low, high = (f"{end:{sign}.{digits}f}" for end in ends)
+    return f"{estimate.value:{sign}.1f} [{low}, {high}]"
+
+
+def difference(table: Table, numbers: Numbers, statement: Statement) -> str:
+    """Return what a statement is about: a difference, with its unit where that is not points."""
+    unit = table.unit(statement.measure)
+    gap = table.gap(numbers, statement.row, statement.against, statement.measure)
+    return interval(gap, "+") + ("" if unit == "points" else f" {unit}")
+
+
+def mean(table: Table, measure: str, values: Sequence[float]) -> str:
+    """Return the mean over seeds with its interval; a share's lies between 0 and 100 %."""
+    estimate = t_interval(values)
+    if estimate.low == estimate.high:
+        return f"{estimate.value:.1f} in each seed"
+    if table.lab.measures[measure].metric and all(0 <= value <= 100 for value in values):
+        low, high = max(estimate.low, 0.0), min(estimate.high, 100.0)
+        estimate = replace(estimate, low=low, high=high)
+    return interval(estimate)
 
 
 def number(value: float | None) -> str:
@@ -57,7 +80,8 @@ def environment() -> Environment:
 
 def render(table: Table, numbers: Numbers) -> str:
     """Return a table's page."""
-    return fill("page.md.jinja", table, numbers, mean=t_interval, again_p=AGAIN_P)
+    own = {"mean": mean, "again_p": AGAIN_P, "difference": difference}
+    return fill("page.md.jinja", table, numbers, **own)
 
 
 def forest(table: Table, numbers: Numbers) -> str:
@@ -128,7 +152,7 @@ def statement_lines(
         for each in filter(shown, table.statements):
             pair = each.row, each.against, each.measure
             cells = [each.says, number(table.paper_gap(*pair))]
-            cells += [interval(table.gap(numbers, *pair), "+")]
+            cells += [difference(table, numbers, each)]
             cells += [f"**{table.verdict(numbers, each)}**", minutes(numbers), link]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -146,9 +170,10 @@ def verdicts(table: Table, numbers: Numbers) -> Iterator[str]:
         pair = each.row, each.against, each.measure
         there = number(table.paper_gap(*pair)) or "no number"
         here = interval(table.gap(numbers, *pair), "+")
+        unit = table.unit(each.measure)
         yield (
             f"{table.paper.title}, {table.paper.table}: {each.says} In the paper {there}, "
-            f"here {here} points: {table.verdict(numbers, each)}"
+            f"here {here} {unit}: {table.verdict(numbers, each)}"
         )
 
 

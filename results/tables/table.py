@@ -27,7 +27,7 @@ WORDS = {  # fields that decide neither numbers nor verdicts
     "paper": True,
     "rows": {"__all__": {"label", "paper", "script"}},
     "statements": {"__all__": {"says", "headline", "in_readme"}},
-    "lab": {"about", "prepare"},
+    "lab": {"about": True, "prepare": True, "measures": {"__all__": {"unit"}}},
 }
 Numbers = Mapping[str, Any]  # results/tables/<id>.json; values: measure -> arm -> a number a seed
 
@@ -76,6 +76,7 @@ class Measure(Part):
     metric: str | None = None
     function: str | None = None
     over: str = Field("last 1", pattern=r"^(all|last [1-9]\d*)$")
+    unit: str = "points"  # of a difference
 
 
 class Sweep(Part):
@@ -86,7 +87,8 @@ class Sweep(Part):
 
     key: str
     values: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (201, 202)  # other ones than those of the rows
+    # Other ones than those of the rows, where one row is swept for all: it would win by its luck
+    seeds: tuple[int, ...] = (201, 202)
 
 
 class Lab(Part):
@@ -149,6 +151,10 @@ class Table(Part):
         values = numbers["values"][measure or next(iter(self.lab.measures))]
         others = values[against] if against else [0.0] * len(values[row])
         return t_interval([a - b for a, b in zip(values[row], others, strict=True)])
+
+    def unit(self, measure: str = "") -> str:
+        """Return the unit of a measure's differences, of the first one by default."""
+        return self.lab.measures[measure or next(iter(self.lab.measures))].unit
 
     def fails(self, numbers: Numbers, control: str) -> bool:
         """Return whether a control contradicts its expectation.

@@ -81,11 +81,38 @@ def test_files_of_two_models_that_were_decoded_differently_are_not_compared(scor
     capsys.readouterr()
     assert report.main([str(scores), str(other)]) == 0
     assert "decoded differently" not in capsys.readouterr().out  # one model, decoded in two ways
-    manifest["model"] = {"path": "another", "sha256": "0"}
+    manifest["settings"]["model"] = "sha256:0"
     other.with_suffix(".manifest.json").write_text(json.dumps(manifest))
     assert report.main([str(scores), str(other)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "not compared: decoded differently (T=1" in last and last.endswith("; greedy)")
+
+
+def test_files_of_two_models_are_compared_if_only_the_models_differ(scores, capsys):
+    other = scores.with_name("other.scores-reward.jsonl")
+    shutil.copy(scores, other)
+    manifest = json.loads(scores.with_suffix(".manifest.json").read_text())
+    manifest["settings"]["model"] = "sha256:0"
+    length = {**manifest["settings"], "data.max_response_length": 8192}
+    rewards = {**manifest["rewards"], "reward_model.reward_kwargs": {"gsm8k": {"method": "robust"}}}
+    for changed, said in (
+        ({}, ""),
+        ({"settings": length}, "answered under other settings (data.max_response_length="),
+        ({"rewards": rewards}, "scored differently"),
+    ):
+        other.with_suffix(".manifest.json").write_text(json.dumps(manifest | changed))
+        capsys.readouterr()
+        assert report.main([str(scores), str(other)]) == 0
+        out = capsys.readouterr().out
+        assert said in out and ("not compared" in out) is bool(said), changed
+
+
+def test_other_options_of_a_scorer_do_not_take_the_place_of_scores(copied, scores, files, capsys):
+    before = scores.read_text()
+    options = ["reward_model.reward_kwargs.gsm8k.method=robust"]
+    assert evaluate.main(["score", str(copied), own(files), *options]) == 2
+    assert "give another --name" in capsys.readouterr().err and scores.read_text() == before
+    assert evaluate.main(["score", str(copied), own(files), *options, "--name", "two"]) == 0
 
 
 def test_several_tables_end_with_the_count_of_their_verdicts(capsys):

@@ -11,6 +11,7 @@ import pytest
 
 from core.errors import InputError
 from results import report
+from results.reporting import comparison_report
 from results.reporting.comparison_report import (
     comparison,
     verdicts,
@@ -293,3 +294,22 @@ def test_rows_are_corrected_for_their_number(root):
     assert [row[-1] for row in rows] == ["no difference was shown"] * 3
     (fold,) = [block for block in comparison([base, six]) if isinstance(block, Fold)][:1]
     assert fold.title.endswith("(6 up, 0 down)") and len(fold.blocks[0].rows) == 6
+
+
+def test_all_comparisons_are_corrected_as_one_family(root, monkeypatch):
+    families = []
+    monkeypatch.setattr(comparison_report, "holm", lambda p: families.append(p) or p)
+    pairs = comparison_report.compared(loaded(root))
+    assert [len(family) for family in families] == [len(pairs)] and len(pairs) > 1
+    side = comparison_report.Side([], [], {str(i): 0.0 for i in range(40)})
+    said = comparison_report.Compared("s", "acc", side, side, 0.03, None, corrected=0.06)
+    assert (said.outcome, said.raw_p, said.p) == ("", 0.03, 0.06)
+
+
+def test_a_run_that_ended_early_is_not_compared_with_one_that_did_not(root):
+    (base,) = loaded(root, "grpo/slow")[:1]
+    manifest = {**base[0].manifest, "status": "failed", "run": "killed"}
+    killed = [dataclasses.replace(base[0], metrics=base[0].metrics[:-1], manifest=manifest)]
+    why = comparison_report.why_not_compared(base, killed)
+    assert "killed ended early (failed at step" in why
+    assert not comparison_report.why_not_compared(base, [dataclasses.replace(base[0])])
