@@ -52,6 +52,10 @@ class GracefulStop:
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    def request(self, cause: str) -> None:
+        """Stop as after a signal of this name."""
+        self.requested, self.cause = True, cause
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
             # A forked child inherits this handler: terminate() must end it, Ctrl-C is its parent's

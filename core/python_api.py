@@ -3,13 +3,16 @@ line."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +68,54 @@ def train(
     composed = examine(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     if problems := command_line.all_problems(composed, None):
         raise InputError(problems)
-    trainer = command_line.load_trainer(recipes.trainer_of(recipe))
+    load = command_line.load_trainer(recipes.trainer_of(recipe))
+    made: list[Any] = []
+
+    def trainer(config: Any) -> Any:
+        made.append(load(config))
+        return made[-1]
+
+    def stop() -> None:
+        for each in made[-1:]:
+            each.run.stop.request("SIGINT")
+
     try:
-        run = command_line.train(trainer, composed.config).run
+        run = _apart(lambda: command_line.train(trainer, composed.config).run, stop)
     except KeyboardInterrupt:  # whose traceback is that of loading, pages long
         raise KeyboardInterrupt("stopped before the first step; call it again") from None
     if run.stop.requested and not run.finished():
         raise KeyboardInterrupt(f"{run.outcome()}; the same call continues")
     lines = (run.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return FinishedRun(run.run_dir, [json.loads(line) for line in lines])
+
+
+def _apart(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
+    """Return what ``work`` returns, which starts event loops.
+
+    A cell of a notebook has one that runs, so there it works in a thread, which no signal reaches:
+    the first interrupt calls ``stop`` and waits, the second does not wait.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are the caller's too
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        return done.result()
+    except KeyboardInterrupt:
+        if done.done():
+            raise
+        stop()
+        return done.result()
 
 
 def _data_file(examples: Examples) -> str:

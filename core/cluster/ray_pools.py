@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -93,6 +94,7 @@ def connect(config: Config, device: torch.device) -> None:
             processes = trainer.nnodes * trainer.n_gpus_per_node
             if not part.hybrid_engine:
                 processes += part.rollout.nnodes * part.rollout.n_gpus_per_node
+            processes += config.reward_model.loads_model
             options.setdefault("num_cpus", max(processes, os.cpu_count() or 1))
     else:
         environment = options.setdefault("runtime_env", {})
@@ -255,6 +257,10 @@ class RayProcesses:
                 self.pools["engines"] = Pool(key, part.rollout, self.engine_gpus, on_gpus)
         else:
             self.pools["engines"] = Pool("trainer", trainer, self.engine_gpus, on_gpus)
+        if self.config.reward_model.loads_model:
+            one = SimpleNamespace(nnodes=1, n_gpus_per_node=1)
+            self.pools["reward model"] = Pool("reward_model", one, 1, on_gpus)
+            self.pools["reward model"].keys = "reward_model.enable=True: one more"
         reserve([*self.pools.values()], home, trainer.wait_for_nodes_s)
 
     def _start(self, learner: dict[str, Any]) -> None:
@@ -291,8 +297,7 @@ class RayProcesses:
 
     def _start_reward_model(self) -> None:
         """Load the reward model, on a GPU of its own: it works while the engines decode."""
-        gpus = int(self.device.type == "cuda")
-        actor = SCORER.options(num_cpus=0, num_gpus=gpus).remote(*self._cores())
+        actor = SCORER.options(**self.pools["reward model"].place(0)).remote(*self._cores())
         self.watch.add(REWARD_MODEL, actor)
         self._report([REWARD_MODEL])
         self.watch.call("load", "load", {REWARD_MODEL: (self.config, self.device)})

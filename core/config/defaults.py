@@ -74,6 +74,10 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
         f"{ROLLOUT}.agent_loop": _agent_loop,
+        # Engines read the end of a turn from the tokenizer's template
+        "actor_rollout_ref.model.custom_chat_template": lambda c: (
+            c.data.apply_chat_template_kwargs.get("chat_template")
+        ),
         f"{ROLLOUT}.kept_sets": lambda c: (
             c.actor_rollout_ref.rollout.truncates
             and c.actor_rollout_ref.rollout.top_k != 1

@@ -67,8 +67,9 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Return the stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        """Return the stop strings; an empty one stops nothing."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops if stop]
 
     @property
     def described_tools(self) -> list[dict[str, Any]]:
@@ -178,7 +179,6 @@ class ChatSession:
             else:
                 answers = (self._answer(episode, messages, ask) for episode in episodes)
                 completions = await results_of(answers)
-            self._idle_since = time.monotonic()
             return completions
         except Refused:
             self.counts["refused"] += 1
@@ -187,6 +187,7 @@ class ChatSession:
             self.error = error
             raise
         finally:
+            self._idle_since = time.monotonic()
             self._tasks.discard(task)
             if not self._tasks:
                 self._begin_thinking()
@@ -196,12 +197,17 @@ class ChatSession:
         begun = self.counts["turns"] + ask.n  # also those in flight
         if self.most_turns is not None and begun > self.most_turns:
             raise Refused("messages", f"an episode has max_assistant_turns={self.most_turns}")
-        messages = [plain_message(message) for message in ask.messages]
         try:
+            messages = [plain_message(message) for message in ask.messages]
             check_readable(self.root.sampler.tokenizer, ask.stops)
             episode = self._open(messages, ask.described_tools)
+        except (Refused, asyncio.CancelledError):
+            raise
         except (InputError, ChatError) as error:
             raise Refused("messages", str(error)) from error
+        except Exception as error:  # whatever an agent sends costs its own request, and no run
+            why = f"{type(error).__name__}: {error}"
+            raise Refused("messages", f"cannot be written for the policy ({why})") from error
         self.counts["turns"] = begun
         context = episode.context
         return messages, [episode, *(self._begin(context) for _ in range(ask.n - 1))]
@@ -339,10 +345,16 @@ class ChatSession:
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return what counts of a message, its content as one text. Raises Refused."""
-    plain = {name: value for name, value in message.items() if value}
+    plain = {
+        name: value
+        for name, value in message.items()
+        if value or name == "content" and value is not None
+    }
     if unknown := [name for name in plain if name not in MESSAGE_FIELDS]:
         raise Refused(f"messages.{unknown[0]}", "is not supported", "unsupported_parameter")
     content = plain.get("content", "")
+    if not isinstance(content, str | list):
+        raise Refused("messages.content", "must be text")
     if not isinstance(content, str):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if not all(isinstance(part, str) for part in parts):

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -29,7 +30,8 @@ from core.rollout.chat_frames import ChatFrames
 from core.rollout.tool_agent import ToolAgentLoop, parse_number
 from core.rollout.tools import one_line_of
 from core.rollout.untrusted import UntrustedCalls
-from core.types import Trajectory
+from core.types import Prompt, Trajectory
+from reward_scores import UnknownDataSource, scorer_for
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 SECTION = "actor_rollout_ref.rollout.agent"
 KEPT = 4000  # bytes of the end of what a program prints
+LOOK_S = 0.05  # between two looks whether a program has ended
+MOST_FILES = 65536
+FILES_EACH = 8  # descriptors that an episode may have open: sockets, an event loop's, pipes
 
 
 class OutsideAgentLoop(AgentLoop):
@@ -55,6 +60,7 @@ class OutsideAgentLoop(AgentLoop):
         self.frames = ChatFrames(tokenizer, template_kwargs)
         self.encoder = Encoder(tokenizer, template_kwargs)
         self.calls = UntrustedCalls()
+        self.room = asyncio.Semaphore(most_episodes())
         self.counts: Counter[str] = Counter()
         self.words = shlex.split(self.options.command or "")
         self.function = None
@@ -76,6 +82,10 @@ class OutsideAgentLoop(AgentLoop):
             raise InputError(f"{SECTION}.host={self.options.host}: {error}; {fix}") from error
 
     async def run(self, episode: Episode) -> Trajectory:
+        async with self.room:
+            return await self._play(episode)
+
+    async def _play(self, episode: Episode) -> Trajectory:
         from core.rollout.chat_session import ChatSession
 
         most_tokens = self.config.longest_sequence
@@ -87,8 +97,10 @@ class OutsideAgentLoop(AgentLoop):
             play = self._run_program if self.words else self._call_function
             reward = parse_number(await play(session, token), "reward")
         except Exception as error:
-            if not session.is_full:  # else the policy wrote too much, and is scored for that
+            if not session.is_full:
                 failure = f"the agent failed: {one_line_of(error)}"
+            elif not self._is_scored(episode.prompt):  # else a scorer reads what the policy wrote
+                reward = 0.0
             self.counts["timeouts"] += isinstance(error, TimeoutError)
         finally:
             del self.endpoint.sessions[token]
@@ -101,6 +113,18 @@ class OutsideAgentLoop(AgentLoop):
         self.counts["trajectories"] += 1 + len(trajectory.branches)
         self.counts += session.counts
         return trajectory
+
+    def _is_scored(self, prompt: Prompt) -> bool:
+        """Return whether another than the agent may score an episode."""
+        reward = self.config.reward_model
+        by_model = reward.enable and prompt.style == "model"
+        by_name = prompt.data_source in reward.scorers
+        if by_model or by_name or self.config.custom_reward_function.path:
+            return True
+        try:
+            return bool(scorer_for(prompt.data_source))
+        except UnknownDataSource:
+            return False
 
     async def _call_function(self, session: ChatSession, token: str) -> Any:
         """Return what the user's function returns, run in a thread of its own."""
@@ -121,9 +145,13 @@ class OutsideAgentLoop(AgentLoop):
         def call_plain() -> Any:
             http = openai.DefaultHttpxClient(**connection)
             with openai.OpenAI(**options, http_client=http) as client:
-                return self.function(prompt, client)
+                reward = self.function(prompt, client)
+            if inspect.iscoroutine(reward):  # its client is closed by now
+                reward.close()
+                raise TypeError(f"{SECTION}.path returns a coroutine: write it as async def")
+            return reward
 
-        is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(self.function))
+        is_coroutine = returns_coroutine(self.function)
         call = self.calls.begin(call_coroutine if is_coroutine else call_plain, alone=is_coroutine)
         try:
             await self._wait(call.answer, session)
@@ -142,16 +170,24 @@ class OutsideAgentLoop(AgentLoop):
         process = await asyncio.create_subprocess_exec(
             *self.words, **pipes, env={**os.environ, **environment}, start_new_session=True
         )
-        ended = asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
+        ended = asyncio.ensure_future(_ended(process))
+        ends = {name: bytearray() for name in ("stdout", "stderr")}
+        reading = [
+            asyncio.ensure_future(_read_end(getattr(process, name), ends[name])) for name in ends
+        ]
         try:
             process.stdin.write(json.dumps(example, default=str).encode())
             process.stdin.close()
             await self._wait(ended, session)
-            output, errors, code = ended.result()
+            code = ended.result()
         finally:
             ended.cancel()
             with suppress(ProcessLookupError):  # the program's own processes end with it
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait(reading, timeout=1.0)  # of one that left its group, no end comes
+            for each in reading:
+                each.cancel()
+        output, errors = (ends[name].decode(errors="replace") for name in ends)
         if code:
             raise RuntimeError(f"{self.words[0]} ended with {code}: {errors[-200:]}")
         return json.loads((output.strip().splitlines() or ["it printed no reward"])[-1])
@@ -184,9 +220,34 @@ class OutsideAgentLoop(AgentLoop):
         self.endpoint.close()
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Return the end of what a program prints, however much that is."""
-    kept = b""
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """Return the status of a program at its end; Process.wait also waits for who has its pipes."""
+    while process.returncode is None:
+        await asyncio.sleep(LOOK_S)
+    return process.returncode
+
+
+async def _read_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Keep the end of what a program prints, however much that is."""
     while chunk := await stream.read(65536):
-        kept = (kept + chunk)[-KEPT:]
-    return kept.decode(errors="replace")
+        kept += chunk
+        del kept[:-KEPT]
+
+
+def returns_coroutine(function: Any) -> bool:
+    """Return whether a function, or an object that is called as one, is ``async def``."""
+    plain = inspect.unwrap(function)
+    return any(map(inspect.iscoroutinefunction, (plain, type(plain).__call__)))
+
+
+def most_episodes() -> int:
+    """Return how many episodes may play at once by this process's limit of open files.
+
+    The limit is raised as far as a user may raise it: the usual 1,024 hold about a hundred.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, soft // (2 * FILES_EACH))  # half of them are the run's own

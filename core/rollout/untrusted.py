@@ -162,7 +162,11 @@ class Call:
 
     def run_alone(self) -> None:
         """Run the coroutine on an event loop of its own."""
-        loop = _new_loop()
+        try:
+            loop = _new_loop()
+        except OSError as error:  # too many open files
+            self.settle(error=error)
+            return
         self._task = loop.create_task(self._run())
         loop.run_until_complete(self._task)
         loop.close()

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import sys
+import threading
+import time
 
 import pytest
 
-from core import command_line, train
+from core import command_line, python_api, train
 from core.errors import InputError
 from tests.faults.tiny_run import prepare
 from tests.row_files import plain_row
+
+
+def test_a_cell_of_a_notebook_has_an_event_loop_and_trains_in_a_thread():
+    """Also SystemExit comes out; an interrupt requests a stop, and the work ends by itself."""
+    stopped = threading.Event()
+
+    async def cell(work):
+        return python_api._apart(work, stopped.set)
+
+    async def value():
+        return 4
+
+    assert asyncio.run(cell(lambda: asyncio.run(value()))) == 4
+    with pytest.raises(SystemExit, match="3"):
+        asyncio.run(cell(lambda: sys.exit(3)))
+
+    def interrupted():
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        return stopped.wait(20)
+
+    loop = asyncio.new_event_loop()  # asyncio.run has a handler of its own
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert loop.run_until_complete(cell(interrupted)) is True
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+
 
 KEYS = {
     "data.train_batch_size": 4,

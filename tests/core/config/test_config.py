@@ -377,3 +377,10 @@ def test_aliases_of_an_ordinary_file_are_read():
     for broken in ("a: [", "a: !!python/name:os.system"):
         with pytest.raises(ValueError, match="no YAML"):
             read_yaml(broken)
+
+
+def test_a_template_of_the_data_is_the_tokenizer_s_so_that_engines_know_its_ends():
+    data = "data.apply_chat_template_kwargs={chat_template: '{{ messages }}'}"
+    model = "actor_rollout_ref.model.custom_chat_template"
+    assert convert.get(compose("grpo", [data]), model) == "{{ messages }}"
+    assert convert.get(compose("grpo", [data, f"{model}=own"]), model) == "own"

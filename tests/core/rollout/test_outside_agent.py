@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
+import resource
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 from core.config.composition import compose
 from core.engines.engine import SamplingParams
 from core.errors import InputError
+from core.rollout import outside_agent, untrusted
 from core.rollout.agent_loop import EpisodeLimits, TrajectorySampler, make_agent_loop
 from core.types import Prompt
 from recipes.lab.tools import Calculator
@@ -219,9 +224,12 @@ def test_a_full_context_is_the_policy_s_fault():
             (message,) = await ask(client, messages)
             messages += [message, {"role": "user", "content": "more"}]
 
-    playing = Playing(agent, lambda request: "x" * 1400)
-    (trajectory,) = playing.trajectories()
-    assert trajectory.truncated and trajectory.failure == "" and trajectory.reward is None
+    # A scorer reads what the policy wrote; where the agent alone scores, that is 0
+    for source, reward in ("openai/gsm8k", None), ("my_env", 0.0):
+        playing = Playing(agent, lambda request: "x" * 1400)
+        playing.prompt = dataclasses.replace(playing.prompt, data_source=source)
+        (trajectory,) = playing.trajectories()
+        assert trajectory.truncated and trajectory.failure == "" and trajectory.reward == reward
     assert len(trajectory.prompt_ids) + len(trajectory.response_ids) <= 3000
 
 
@@ -242,6 +250,93 @@ def test_an_agent_that_goes_on_after_a_full_context_answers_for_its_own_faults()
         (trajectory,) = Playing(agent, lambda request: "x" * 1400).trajectories()
         assert ("KeyError: 'lost'" in trajectory.failure) == fault
         assert trajectory.truncated  # the episode counts as cut short (recipes/agents)
+
+
+def test_messages_that_cannot_be_written_cost_a_request_and_no_run():
+    bad = [
+        *({"role": "tool", "content": content} for content in (42, 0, 0.0, True, "\ud83d")),
+        {"role": "assistant", "content": "x", "tool_calls": 3},
+    ]
+
+    async def agent(prompt, client):
+        (message,) = await ask(client, list(prompt.messages))
+        for each in bad:
+            async with httpx.AsyncClient(trust_env=False) as http:
+                body = json.dumps(
+                    {
+                        "messages": [
+                            *prompt.messages,
+                            {"role": "assistant", "content": message.content},
+                            each,
+                        ]
+                    }
+                )
+                answer = await http.post(
+                    f"{client.base_url}chat/completions",
+                    content=body,
+                    headers={"authorization": f"Bearer {client.api_key}"},
+                )
+            assert answer.status_code == 400, (each, answer.text)
+        return 1.0
+
+    playing = Playing(agent, lambda request: "4")
+    (trajectory,) = playing.trajectories()
+    assert (trajectory.failure, trajectory.reward, trajectory.branches) == ("", 1.0, ())
+    assert playing.metrics["agent/refused_requests"] == len(bad)
+
+
+def test_an_empty_stop_string_stops_nothing():
+    async def agent(prompt, client):
+        (message,) = await ask(client, list(prompt.messages), stop="")
+        return float(message.content == "hello world")
+
+    (trajectory,) = Playing(agent, ["hello world"]).trajectories()
+    assert (trajectory.failure, trajectory.reward) == ("", 1.0)
+
+
+class AsyncObject:
+    async def __call__(self, prompt, client):
+        (message,) = await ask(client, list(prompt.messages))
+        return float(message.content)
+
+
+async_object = AsyncObject()
+
+
+def lost_coroutine(prompt, client):
+    return async_object(prompt, client)
+
+
+def test_an_object_may_be_the_agent_and_a_coroutine_that_nobody_expects_is_named():
+    (trajectory,) = Playing(run, ["4"], entry="async_object").trajectories()
+    assert (trajectory.failure, trajectory.reward) == ("", 4.0)
+    (trajectory,) = Playing(run, ["4"], entry="lost_coroutine").trajectories()
+    assert "returns a coroutine: write it as async def" in trajectory.failure
+
+
+def test_no_more_episodes_play_at_once_than_files_may_be_open(monkeypatch):
+    at_once = []
+
+    async def agent(prompt, client):
+        at_once.append(1)
+        most.append(len(at_once))
+        await ask(client, list(prompt.messages))
+        at_once.pop()
+        return 1.0
+
+    most = []
+    playing = Playing(agent, lambda request: "4")
+    playing.loop.room = asyncio.Semaphore(2)
+    assert all(each.reward == 1.0 for each in playing.trajectories(6)) and max(most) <= 2
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert outside_agent.most_episodes() >= min(64, hard // 16)
+
+    def full():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(untrusted, "_new_loop", full)
+    (trajectory,) = Playing(agent, lambda request: "4").trajectories()
+    assert "Too many open files" in trajectory.failure
 
 
 def test_the_completions_of_an_episode_are_bounded():
@@ -334,7 +429,7 @@ os._exit(0)
     command = f"{AGENT}.command={sys.executable} {tmp_path}/agent.py"
     deadline = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=8"
     (trajectory,) = Playing(None, ["4"], command, deadline).trajectories()
-    assert trajectory.turns == 1
+    assert (trajectory.turns, trajectory.reward, trajectory.failure) == (1, 1.0, "")
     status = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     for _ in range(100):
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
