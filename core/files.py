@@ -204,3 +204,17 @@ def check_writable(url: str | Path, key: str) -> None:
         fs, path = place(str(url), key)
         with explained(str(url), key, writing=True):
             fs.rm_file(f"{path}/.writable")
+
+
+@contextmanager
+def full_disk_as_oserror(path: Path) -> Iterator[None]:
+    """Raise errors of the disk as OSError, which safetensors hides in an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # 28 for a full disk
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error), str(path)) from error

@@ -23,8 +23,11 @@ from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
 from core.data.prompts import PromptStream, warn_of_trained_questions
+from core.data.vocabulary import check_same_ids
 from core.engines.engine import sampling_params
+from core.errors import InputError
 from core.learner import batching, step_settings
+from core.learner.models import read_tokenizer, resolve_path
 from core.rewards.scorer_check import check_hooks
 from core.rollout.collect import (
     Collected,
@@ -72,9 +75,22 @@ class RayPPOTrainer(Trainer):
     def load_data(self) -> None:
         """Load and check the data, the scorers and the hooks. Raises InputError."""
         super().load_data()
+        self.check_critic()
         warn_of_trained_questions(self.stream.files.questions(), self.val_prompts)
         first_examples = list(self.stream.files.first.values())
         check_hooks(first_examples, self.graded_answers, self.shape_reward, self.keep_group)
+
+    def check_critic(self) -> None:
+        """Raise InputError for a critic to which the policy's token ids mean other tokens."""
+        model = self.config.critic.model
+        if self.config.critic.enable and model.path != self.config.actor_rollout_ref.model.path:
+            key = "critic.model.path"
+            path = resolve_path(model.path, key, weights=False)
+            try:
+                tokenizer = read_tokenizer(path, key, trust_remote_code=model.trust_remote_code)
+            except InputError:  # it has none of its own
+                return
+            check_same_ids(self.tokenizer, tokenizer, f"{key}={model.path}")
 
     def load_stream(self) -> PromptStream:
         """Return the prompts of ``data.train_files``."""

@@ -52,11 +52,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 # Keys that decide which weights a checkpoint holds: resume_with_changes cannot change them
-ADAPTER_KEYS = {
-    f"{model}.{name}"
-    for model in ("actor_rollout_ref.model", "critic.model")
-    for name in ("lora_rank", "target_modules", "exclude_modules")
-}
+ADAPTERS = ("lora_rank", "target_modules", "exclude_modules")
+ADAPTED = ("actor_rollout_ref.model", "critic.model")
+TRAINED_KEYS = {f"{model}.{name}" for model in ADAPTED for name in ADAPTERS}
+TRAINED_KEYS |= {"actor_rollout_ref.actor.freeze_vision_tower"}
 
 
 @dataclass(frozen=True)
@@ -192,15 +191,15 @@ class Run:
         allow = self.trainer.resume_with_changes or self.trainer.val_only
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
         for change in self.changes:
-            if change.key not in ADAPTER_KEYS:
+            section, _, name = change.key.rpartition(".")
+            if change.key not in TRAINED_KEYS:
                 continue
-            model = change.key.rpartition(".")[0]
-            has_adapters = convert.get(self.config, f"{model}.lora_rank") > 0
-            if has_adapters or change.key.endswith("rank"):
+            always = name in ("lora_rank", "freeze_vision_tower")
+            if always or convert.get(self.config, f"{section}.lora_rank") > 0:
                 raise InputError(
-                    f"{change}: {checkpoint.folder} has other weights and another optimizer than "
-                    "these adapters; take the change back, or export it (python -m core.export) "
-                    "and start a new run from the export"
+                    f"{change}: {checkpoint.folder} has other trained weights, and an optimizer of "
+                    "those; take the change back, or export it (python -m core.export) and start a "
+                    "new run from the export"
                 )
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:

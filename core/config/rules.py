@@ -129,6 +129,14 @@ def passes_hold_a_sequence(config: Config) -> Broken:
             )
             fix = f"raise it to {longest}, or shorten the sequences"
             yield f"{section}.ppo_max_token_len_per_gpu", rule, fix
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    tokens = actor.ppo_max_token_len_per_gpu * getattr(ref, ULYSSES)
+    reads = config.needs_ref or config.frozen_models
+    is_narrower = getattr(ref, ULYSSES) < getattr(actor, ULYSSES)
+    if reads and is_narrower and actor.use_dynamic_bsz and tokens < longest:
+        rule = f"leaves {tokens} tokens a pass, and a sequence may have {longest}"
+        fix = f"raise {ACTOR}.ppo_max_token_len_per_gpu, or leave it out: it follows the actor's"
+        yield f"actor_rollout_ref.ref.{ULYSSES}", rule, fix
 
 
 # --- the objective ---

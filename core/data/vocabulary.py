@@ -6,6 +6,7 @@ decided once. A short conversation is rendered with marks in place of texts: wha
 marks is the frame of a reply.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from datetime import date
 from typing import Any
 
 import numpy as np
+
+from core.errors import InputError
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
@@ -41,6 +44,22 @@ def known_ids(tokenizer: Any) -> np.ndarray | None:
     known = np.zeros(ids.max(initial=-1) + 1, np.bool_)
     known[ids] = True
     return known
+
+
+def check_same_ids(tokenizer: Any, other: Any, where: str) -> None:
+    """Raise InputError if the ids of the policy's tokenizer mean other tokens to another model."""
+    ours, theirs = (_shown_vocabulary(each) for each in (tokenizer, other))
+    if ours != theirs:
+        raise InputError(
+            f"{where}: its tokenizer has {theirs}, the policy's {ours}; take a model with the "
+            f"policy's tokenizer"
+        )
+
+
+def _shown_vocabulary(tokenizer: Any) -> str:
+    """Return how many tokens there are, and a hash of token -> id."""
+    pairs = sorted(tokenizer.get_vocab().items())
+    return f"{len(pairs)} tokens (SHA-256 {hashlib.sha256(repr(pairs).encode()).hexdigest()[:12]})"
 
 
 def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:

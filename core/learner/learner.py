@@ -246,6 +246,9 @@ class Actor(Policy):
             old_log_prob_N = batch.old_log_probs
         elif self.bypass:
             old_log_prob_N = batch.rollout_log_probs
+            if batch.has("sampled_mask"):  # of a token that nobody sampled no engine has a log-prob
+                own_N = log_prob_N.detach()
+                old_log_prob_N = torch.where(batch.sampled_mask, old_log_prob_N, own_N)
         else:
             old_log_prob_N = log_prob_N.detach()
         return LossInputs(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from core.config.training_keys import CriticModelConfig, ModelConfig
 from core.errors import InputError
+from core.files import full_disk_as_oserror
 
 log = logging.getLogger(__name__)
 ADAPTER = "default"  # peft's name of the only adapter
@@ -28,11 +29,17 @@ WEIGHTS = "adapter_model.safetensors"
 VALUE_HEADS = ("score", "classifier")  # transformers' names of the head of a token classifier
 
 
-def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
+def add_adapters(
+    module: nn.Module,
+    model: ModelConfig | CriticModelConfig,
+    seed: int,
+    frozen: Sequence[str] = (),
+) -> nn.Module:
     """Put adapters into ``module`` if ``lora_rank`` > 0, and freeze the rest.
 
-    The seed decides the adapters' first weights, which change nothing yet. A critic's new head
-    trains whole.
+    Layers that are named in ``frozen`` get none. The seed decides the adapters' first weights,
+    which change nothing yet. A critic's new head trains whole. Raises InputError for names of no
+    layers.
     """
     if not model.lora_rank:
         return module
@@ -48,13 +55,23 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=_as_peft(model.target_modules),
-        exclude_modules=_excluded(model.exclude_modules or (), value_heads),
+        exclude_modules=_excluded(model.exclude_modules or (), [*value_heads, *frozen]),
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
+    names = [name for name, _ in module.named_modules()]
+    _check_names("exclude_modules", _as_peft(model.exclude_modules or ()), names)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, module, ADAPTER)
+        try:
+            inject_adapter_in_model(config, module, ADAPTER)
+        except ValueError as error:  # peft's own ones are: nothing matches
+            why = str(error).split(". ")[0]
+            raise InputError(
+                f"model.target_modules={list(model.target_modules)}: {why}; name layers of "
+                f"{type(module).__name__}, or all-linear"
+            ) from error
+    _check_names("target_modules", _as_peft(model.target_modules), [*layers(module)])
     if head is not None and module.get_output_embeddings() is not head:
         raise InputError(
             "model.target_modules: the output head cannot have an adapter; leave lm_head out"
@@ -77,6 +94,18 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         f"{total:,}",
     )
     return module
+
+
+def _check_names(key: str, entries: str | list[str], names: Sequence[str]) -> None:
+    """Raise InputError for an entry of a list that is the end of none of these layers' names."""
+    if isinstance(entries, str):  # a pattern
+        return
+    for entry in entries:
+        if not any(f".{name}".endswith(f".{entry}") for name in names):
+            raise InputError(
+                f"model.{key}: {entry} is the end of no such layer's name; correct it (all-linear "
+                f"and patterns stand alone)"
+            )
 
 
 def _excluded(names: Sequence[str], heads: Sequence[str]) -> str | list[str] | None:
@@ -164,7 +193,8 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
     stored = {
         _name_in_file(name): value.detach().cpu().contiguous() for name, value in weights.items()
     }
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    with full_disk_as_oserror(folder / WEIGHTS):
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(trained: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:

@@ -300,7 +300,8 @@ def tied(module: nn.Module) -> nn.Module:
     """
     embeddings = module.get_input_embeddings()
     head = module.get_output_embeddings()
-    is_tied = module.config.get_text_config().tie_word_embeddings
+    # Where pictures are read too the field stands outside of text_config, and transformers reads it
+    is_tied = getattr(module.config, "tie_word_embeddings", False)
     if is_tied and head is not None and head.weight is not embeddings.weight:
         warn_once(
             "%s: tie_word_embeddings is true, and the files hold a head of its own, which is not "

@@ -10,10 +10,9 @@ import copy
 import functools
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.store import DamagedCheckpoint
 from core.errors import InputError
-from core.files import file_sha256, fsync
+from core.files import file_sha256, fsync, full_disk_as_oserror
 from core.learner.lora import CONFIG as ADAPTERS
 from core.learner.lora import has_adapters, load_adapters, save_adapters, trained_weights
 from core.learner.models import WEIGHT_FILES, base_settings, quiet
@@ -236,20 +235,6 @@ def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[
         fsync(folder / file)
         hashes[file] = file_sha256(folder / file)
     return hashes
-
-
-@contextmanager
-def full_disk_as_oserror(path: Path) -> Iterator[None]:
-    """Raise errors of the disk as OSError, which safetensors hides in an error of its own."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))  # 28 for a full disk
-        if number is None:
-            raise
-        raise OSError(int(number[1]), str(error), str(path)) from error
 
 
 # -- the optimizer ---------------------------------------------------------------------------------

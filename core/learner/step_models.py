@@ -62,8 +62,7 @@ class WholeModels:
         return load(False).to(self.device)
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        # The reference uses the policy's dtype
-        section = fsdp_config(self.config, "actor" if name == "ref" else name)
+        section = fsdp_config(self.config, name)
         return {"compute_dtype": compute_dtype(section.dtype)}
 
     def at_work(self, name: str, part: Any, *, updates: bool) -> AbstractContextManager[None]:
@@ -143,11 +142,12 @@ class Models:
         """Load the policy with its initial weights, or without weights on the meta device."""
         model = self.config.actor_rollout_ref.model
         module = load_policy(model, self.master_dtype, on_meta=on_meta)
+        frozen: list[str] = []
         if self.config.actor_rollout_ref.actor.freeze_vision_tower:
             from core.vision.learner_pictures import freeze_vision_tower
 
-            freeze_vision_tower(module)
-        return add_adapters(module, model, self.config.trainer.seed)
+            frozen = freeze_vision_tower(module)
+        return add_adapters(module, model, self.config.trainer.seed, frozen)
 
     def new_critic(self, on_meta: bool) -> nn.Module:
         """Load the critic with its initial weights, or without weights on the meta device."""

@@ -39,8 +39,8 @@ class PictureInputs:
         return self.position.amax(0).cummax(1).values[rows, last_B] - last_B
 
 
-def freeze_vision_tower(module: nn.Module) -> None:
-    """Freeze the part that reads pictures, its merger included.
+def freeze_vision_tower(module: nn.Module) -> list[str]:
+    """Freeze the part that reads pictures, its merger included; return the names of its layers.
 
     Raises InputError for a model without one.
     """
@@ -51,6 +51,8 @@ def freeze_vision_tower(module: nn.Module) -> None:
             f"{key}: {type(module).__name__} reads text alone and has no vision tower; leave it out"
         )
     tower.requires_grad_(False)
+    inside = {id(part) for part in tower.modules()}
+    return [name for name, part in module.named_modules() if id(part) in inside]
 
 
 def picture_inputs(

@@ -8,7 +8,6 @@ token.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from core.algorithm.sequences import masked_mean
 from core.data.parquet import Example
+from core.data.vocabulary import check_same_ids
 from core.errors import InputError
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
@@ -38,15 +38,9 @@ class RayOPDTrainer(RayPPOTrainer):
         Raises InputError, also where the first example of a data source names no teacher.
         """
         super().load_data()
-        student = vocabulary(self.tokenizer)
         for frozen in self.config.frozen_models.values():
-            teacher = vocabulary(load_tokenizer(frozen.model))
-            if teacher != student:
-                rule = f"its tokenizer has {teacher}, the policy's {student}"
-                raise InputError(
-                    f"{frozen.key}={frozen.model.path}: {rule}; take a teacher with the "
-                    f"policy's tokenizer"
-                )
+            teacher = load_tokenizer(frozen.model)
+            check_same_ids(self.tokenizer, teacher, f"{frozen.key}={frozen.model.path}")
         for example in self.stream.files.first.values():
             self.teacher_of(example)
         self.check_privileged_prompts()
@@ -136,9 +130,3 @@ class RayOPDTrainer(RayPPOTrainer):
         encoder = self.stream.files.encoder
         chat = [*before, {**last, "content": text}]
         return encoder.encode(chat if encoder.has_template else text)
-
-
-def vocabulary(tokenizer) -> str:
-    """Return how many tokens there are, and a hash of token -> id."""
-    pairs = sorted(tokenizer.get_vocab().items())
-    return f"{len(pairs)} tokens (SHA-256 {hashlib.sha256(repr(pairs).encode()).hexdigest()[:12]})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ import torch
 
 from core import ray_trainer
 from core.config.composition import compose
+from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted
@@ -157,6 +159,23 @@ def test_the_policy_begins_to_train_in_the_step_of_critic_warmup_with_its_own_wa
     assert [line["critic/lr"] for line in lines] == [0.5e-3, 1e-3, 1e-3, 1e-3]
 
 
+def test_a_critic_that_reads_other_ids_is_refused_before_a_model_loads(folder, tmp_path):
+    critic = tmp_path / "critic"
+    shutil.copytree(folder / "model", critic)
+    keys = (f"critic.model.path={critic}", "critic.ppo_mini_batch_size=4")
+    config = configured(folder, "critic", *keys, steps=1, recipe="ppo")
+    RayPPOTrainer(config).load_data()
+    read = json.loads((critic / "tokenizer.json").read_text())
+    (one, first), (two, second), *_ = read["model"]["vocab"].items()
+    read["model"]["vocab"] |= {one: second, two: first}
+    (critic / "tokenizer.json").write_text(json.dumps(read))
+    with pytest.raises(InputError, match="critic.model.path=.*the policy's .* tokens"):
+        RayPPOTrainer(config).load_data()
+    for file in critic.glob("*token*"):
+        file.unlink()
+    RayPPOTrainer(config).load_data()  # nothing to compare
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_is_read_at_the_temperature_of_the_policy(folder, rank):
     """Before a weight has moved their KL is 0 at any temperature, whether the reference is a copy
@@ -247,3 +266,12 @@ def test_the_progress_of_a_step_counts_the_groups_that_pass(tmp_path, monkeypatc
     keys = ["data.gen_batch_size=1"]  # one at a time: none is begun in vain
     Dropping(configured(prepare(tmp_path), "run", *keys, steps=2), respond).init_workers().fit()
     assert counted == [4, 4]
+
+
+def test_the_reference_has_a_number_format_of_its_own_in_one_process(folder):
+    dtype = "actor_rollout_ref.ref.fsdp_config.dtype"
+    for keys, expected in ((f"{dtype}=bfloat16",), torch.bfloat16), ((), None):
+        use = "actor_rollout_ref.actor.use_kl_loss=True"
+        config = configured(folder, f"dtype-{len(keys)}", use, *keys, steps=1)
+        models = RayPPOTrainer(config).init_workers().workers.models
+        assert models.frozen["ref"].compute_dtype is expected and models.actor.compute_dtype is None

@@ -389,6 +389,17 @@ def test_gradients_are_those_of_a_computation_that_skips_what_was_retrieved_unle
     assert positions(unmasked, "sampled_mask") == written
 
 
+def test_no_token_that_nobody_sampled_is_compared_with_the_engine():
+    batch = search_batch(state_masking=False)
+    sampled, of_engine = batch.sampled_mask, batch.old_log_probs * batch.sampled_mask
+    part, now = actor(torch.float64), torch.full((batch.tokens,), -1.5)
+    part.bypass = True
+    inputs = part.loss_inputs(batch.adding(old_log_probs=None, rollout_log_probs=of_engine), now)
+    mask = batch.response_mask
+    assert torch.equal(inputs.old_log_prob[mask], torch.where(sampled, of_engine, now)[mask])
+    assert bool((sampled ^ batch.response_mask).any())
+
+
 # --- configuration ---
 
 

@@ -31,8 +31,10 @@ from core.checkpoint.store import (
     resolve_resume,
     verify,
 )
+from core.config.composition import compose
 from core.errors import InputError, WriteFailed
 from core.export import export
+from core.learner.lora import add_adapters, save_adapters, trained_weights
 from core.learner.saving import export_hf, save_files
 from tests.checkpoints import FILES, LOOKING, RUN, Settings, flip_bit, names, write
 from tests.forked import Forked, forked
@@ -338,10 +340,14 @@ def write_beyond_a_limit(root: Path) -> None:
         save_tensors(folder / "o.pt", {"x": torch.zeros(1000)})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     large = {"x": torch.zeros(100_000)}
+    lora = ["actor_rollout_ref.model.lora_rank=64", "actor_rollout_ref.model.path=none"]
+    settings = compose("grpo", lora).actor_rollout_ref.model
+    adapted = add_adapters(tiny_model(hidden_size=64), settings, 1)
     writers = [
         lambda folder: save_files({"1.safetensors": large}, folder / "optimizer"),
         lambda folder: save_tensors(folder / "o.pt", large),
         lambda folder: export_hf(model, None, folder / "actor"),
+        lambda folder: save_adapters(adapted, trained_weights(adapted), folder / "actor"),
     ]
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
     for write_file in writers:
@@ -355,7 +361,7 @@ def write_beyond_a_limit(root: Path) -> None:
 def test_libraries_that_hide_the_reason_do_not_hide_it_from_the_user(tmp_path):
     done = forked(write_beyond_a_limit, tmp_path)
     lines = done.stdout.splitlines()
-    assert len(lines) == 3, done.stderr
+    assert len(lines) == 4, done.stderr
     assert all("File too large" in line or "a file was cut short" in line for line in lines)
     assert CheckpointStore(tmp_path).latest().step == 1 and not list(tmp_path.glob(".tmp-*"))
 

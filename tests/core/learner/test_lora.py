@@ -200,6 +200,14 @@ def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders
     for module in (pattern, add_adapters(load_critic(critic, seed=1), critic, seed=1)):
         ends = {name.rsplit(".", 1)[-1] for name in layers(module)}
         assert ends and not ends & {"down_proj", "score"}
+    for override, said in (
+        ("target_modules=[q_proj,vproj]", "target_modules: vproj is the end of no such layer"),
+        ("target_modules=[vproj]", "target_modules=.*vproj.*not found"),
+        ("target_modules=[all-linear,q_proj]", "all-linear is the end of no such layer"),
+        ("exclude_modules=[downproj]", "exclude_modules: downproj is the end of no such layer"),
+    ):
+        with pytest.raises(InputError, match=said):
+            adapted(folders["qwen2"], f"actor_rollout_ref.model.{override}")
     with pytest.raises(ValueError, match="the output head cannot have an adapter"):
         adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[lm_head]")
     for name, layer in (("tied", "embed_tokens"), ("gpt2", "wte")):

@@ -4,6 +4,7 @@ out where asked."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_it_would_have(files, tmp_p
     )
 
 
+def test_published_configurations_say_outside_of_the_text_whether_the_head_is_tied(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"].pop("tie_word_embeddings")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    flat = load_policy(model_config(tmp_path / "model")).state_dict()
+    assert flat.keys() == load_policy(model_config(files / "model")).state_dict().keys()
+
+
 def test_a_frozen_tower_stays_the_rest_trains_and_an_export_reads_pictures_again(files, tmp_path):
     before = load_policy(model_config(files / "model")).state_dict()
     after = trained(
@@ -94,6 +104,11 @@ def test_a_frozen_tower_stays_the_rest_trains_and_an_export_reads_pictures_again
     )
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved and not any("visual" in name for name in moved)
+    adapters = ("actor_rollout_ref.model.lora_rank=2", "trainer.save_freq=0")
+    frozen = "actor_rollout_ref.actor.freeze_vision_tower=True"
+    names = {name for name in trained(files, tmp_path / "lora", frozen, *adapters, steps=1)}
+    assert any("lora_A" in name for name in names)
+    assert not any("visual" in name and "lora" in name for name in names)
     export.main([str(tmp_path / "run"), str(tmp_path / "model")])
     model = model_config(tmp_path / "model")
     loaded = load_policy(model).state_dict()
