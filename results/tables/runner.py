@@ -86,10 +86,17 @@ def record_file(table: Table, run: Run) -> Path:
 
 
 def measured(measure: Measure, rows: Sequence[Mapping[str, float]]) -> float:
-    """Return a measure in percent, from the rows of ``metrics.jsonl``."""
+    """Return a measure in percent, from the rows of ``metrics.jsonl``.
+
+    Raises InputError for a metric that no row has.
+    """
     if measure.function:
         return round(code_by_path.load_object(measure.function)(rows), 3)
     values = [row[measure.metric] for row in rows if measure.metric in row]
+    if not values:
+        known = sorted({name for row in rows for name in row if name.startswith("val")})
+        names = ", ".join(known) or "no validation"
+        raise InputError(f"measures.metric={measure.metric}: no row has it; there are {names}")
     last = len(values) if measure.over == "all" else int(measure.over.split()[1])
     return round(100 * statistics.fmean(values[-last:]), 3)
 
@@ -114,14 +121,20 @@ def train(table: Table, run: Run) -> None:
     record = {
         "metrics": [json.loads(line) for line in lines],
         "cpu_seconds": round(time.process_time(), 1),
-        "commit": git_state()["commit"][:10],
+        "commit": commit(),
         "base": manifest["models"]["actor"]["sha256"],
     }
     write_atomic(path, json.dumps(record) + "\n")
 
 
+def commit() -> str:
+    """Return the commit that runs, and whether its checkout has changes."""
+    git = git_state()
+    return (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] else "")
+
+
 def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
-    """Train these runs, ``jobs`` side by side.
+    """Train these runs, ``jobs`` side by side. Raises InputError if the first one lacks a measure.
 
     No pool of threads may start in this process, and pyarrow starts one: a fork copies its locks,
     and not its threads.
@@ -139,6 +152,20 @@ def run_all(table: Table, runs: Sequence[Run], jobs: int) -> None:
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
                 count()
+            try:
+                check_measures(table, runs)
+            except InputError:
+                for process in running.values():
+                    process.kill()
+                raise
+
+
+def check_measures(table: Table, runs: Sequence[Run]) -> None:
+    """Raise InputError if the first of the runs that are done lacks a measure."""
+    for run in [run for run in runs if record_file(table, run).exists()][:1]:
+        metrics = json.loads(record_file(table, run).read_text(encoding="utf-8"))["metrics"]
+        for measure in table.lab.measures.values():
+            measured(measure, metrics)
 
 
 def check(table: Table, arms: Sequence[str]) -> None:
@@ -208,6 +235,8 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
     """Run what is missing of the miniature and print the page."""
     print(page.summary(table))
     check(table, [*table.rows, *table.lab.controls])
+    if commit().endswith("changes"):
+        print("this checkout has changes: commit first, or nobody can repeat the numbers")
     settled, means, sweep_records = table, {}, {}
     if table.lab.sweep:
         settled, means, sweep_records = swept(table, jobs)
@@ -215,7 +244,10 @@ def work(table: Table, seeds: Sequence[int], jobs: int) -> None:
     if is_dry_run():
         return
     collected = collect(table, seeds, records, sweep_records) | ({"sweep": means} if means else {})
-    if len(seeds) == table.lab.seeds:
+    is_pilot = len(seeds) != table.lab.seeds
+    if is_pilot:
+        print(f"A pilot of {len(seeds)} seeds, of which no file is written:\n", flush=True)
+    else:
         write_atomic(PAGES / f"{table.id}.json", json.dumps(collected, indent=1) + "\n")
         page.update()
     print(page.render(table, collected), flush=True)

@@ -394,5 +394,27 @@ def test_a_record_of_other_code_or_of_another_control_is_not_used(monkeypatch):
     assert record != runner.record_file(table, ("masked", 1))
 
 
+def test_a_metric_that_no_run_logs_ends_the_table_with_its_first_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "OUTPUTS", tmp_path)
+    table = read_table(written(tmp_path))
+    runs = [("first", 1), ("first", 2)]
+    runner.check_measures(table, runs)  # none is done
+    (measure,) = table.lab.measures.values()
+    file = runner.record_file(table, runs[1])
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"metrics": [{measure.metric: 0.5}]}))
+    runner.check_measures(table, runs)
+    file.write_text(json.dumps({"metrics": [{"val-core/lab/hops/acc/mean@2": 0.5}]}))
+    with pytest.raises(InputError, match="no row has it; there are val-core.*mean@2"):
+        runner.check_measures(table, runs)
+
+
+def test_a_page_says_that_its_numbers_are_of_a_changed_checkout(monkeypatch):
+    for dirty, said in (True, "abcdef0123 with changes"), (False, "abcdef0123"):
+        state = {"commit": "abcdef012345", "dirty": dirty}
+        monkeypatch.setattr(runner, "git_state", state.copy)
+        assert runner.commit() == said
+
+
 def test_what_is_imported_before_the_forks_exists():
     assert all(importlib.util.find_spec(module) for module in runner.PRELOADED)
