@@ -140,7 +140,7 @@ class FSDPConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    loss_mode: LossMode = key("vanilla", "policy loss")
+    loss_mode: LossMode = key("vanilla", "policy loss; vanilla is PPO's, geo_mean GMPO's")
     clip_cov_ratio: PositiveShare = key(0.0002, "Clip-Cov: share of a step's tokens to drop")
     clip_cov_lb: float = key(1.0, "lower covariance bound of Clip-Cov candidates")
     clip_cov_ub: float = key(5.0, "upper covariance bound of Clip-Cov candidates")

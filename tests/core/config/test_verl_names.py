@@ -59,6 +59,8 @@ def lines(*overrides, recipe="ppo"):
             {"algorithm.adv_estimator": "grpo"},
         ),
         (["max_steps=7"], {"trainer.total_training_steps": 7}),
+        ([f"{ROLLOUT}.top_k=0"], {f"{ROLLOUT}.top_k": -1}),
+        (["trainer.test_freq=0"], {"trainer.test_freq": -1}),
         (
             [
                 f"algorithm.rollout_is{end}"
