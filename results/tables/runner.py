@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def train(table: Table, run: Run) -> None:
     """Train a run in this process, which was forked for it, and write its record."""
     path = record_file(table, run)
     folder = path.with_suffix("")
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its record
     with open(path.with_suffix(".log"), "w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -416,5 +416,21 @@ def test_a_page_says_that_its_numbers_are_of_a_changed_checkout(monkeypatch):
         assert runner.commit() == said
 
 
+def test_what_a_killed_run_left_is_out_of_the_way_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "OUTPUTS", tmp_path)
+    table = read_table(written(tmp_path))
+    folder = runner.record_file(table, ("first", 1)).with_suffix("")
+    (folder / "global_step_20").mkdir(parents=True)
+
+    def prepare(*_):
+        raise SystemExit(int(folder.exists()))
+
+    monkeypatch.setattr(runner.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(runner.command_line, "prepare", prepare)
+    with pytest.raises(SystemExit) as ended:
+        runner.train(table, ("first", 1))
+    assert ended.value.code == 0
+
+
 def test_what_is_imported_before_the_forks_exists():
     assert all(importlib.util.find_spec(module) for module in runner.PRELOADED)
