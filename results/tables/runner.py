@@ -48,6 +48,7 @@ CODE = (
     *("core/**/*.py", "core/**/*.yaml", "data_preprocess/**/*.py"),
     *("recipes/**/*.py", "recipes/*/config/**/*.yaml", "reward_scores/**/*.py"),
 )
+OTHERS = "questions"  # whose rewards train in rewards_of_others; before, those of other answers
 PLANTED = "recipes.lab.controls:with_rewards_of_others"
 # An arm and a seed. An arm is a row, a control of the first row, or a value of a sweep: "key=value"
 # of the common one, "row key=value" of a row's own
@@ -275,6 +276,7 @@ def collect(table: Table, seeds: Sequence[int], records: Records, others: Record
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in every)),
         "commits": sorted({record["commit"] for record in every}),
         "base": sorted({record["base"] for record in every}),
+        "others": OTHERS,
         "values": values,
     }
 
