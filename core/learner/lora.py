@@ -43,7 +43,7 @@ def add_adapters(
     """
     if not model.lora_rank:
         return module
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     from core.learner.models import resolve_path
 
@@ -59,19 +59,7 @@ def add_adapters(
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
-    names = [name for name, _ in module.named_modules()]
-    _check_names("exclude_modules", _as_peft(model.exclude_modules or ()), names)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, module, ADAPTER)
-        except ValueError as error:  # peft's own ones are: nothing matches
-            why = str(error).split(". ")[0]
-            raise InputError(
-                f"model.target_modules={list(model.target_modules)}: {why}; name layers of "
-                f"{type(module).__name__}, or all-linear"
-            ) from error
-    _check_names("target_modules", _as_peft(model.target_modules), [*layers(module)])
+    _inject(config, module, model, seed)
     if head is not None and module.get_output_embeddings() is not head:
         raise InputError(
             "model.target_modules: the output head cannot have an adapter; leave lm_head out"
@@ -94,6 +82,27 @@ def add_adapters(
         f"{total:,}",
     )
     return module
+
+
+def _inject(
+    config: Any, module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int
+) -> None:
+    """Put the adapters of a peft configuration into the module. Raises InputError."""
+    from peft import inject_adapter_in_model
+
+    names = [name for name, _ in module.named_modules()]
+    _check_names("exclude_modules", _as_peft(model.exclude_modules or ()), names)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, module, ADAPTER)
+        except ValueError as error:  # peft's own ones are: nothing matches
+            why = str(error).split(". ")[0]
+            raise InputError(
+                f"model.target_modules={list(model.target_modules)}: {why}; name layers of "
+                f"{type(module).__name__}, or all-linear"
+            ) from error
+    _check_names("target_modules", _as_peft(model.target_modules), [*layers(module)])
 
 
 def _check_names(key: str, entries: str | list[str], names: Sequence[str]) -> None:
